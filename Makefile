@@ -1,0 +1,78 @@
+# From a fresh clone, `make compare` and `make test` do everything; `make help` lists the rest.
+
+PYTHON ?= python3
+VENV   ?= .venv
+JOBS   ?= 2
+SCALE  ?= smoke
+# What `make reproduce` runs, and what is passed on to pytest, asv and pip.
+WHAT     ?= all
+ARGS     ?=
+PIP_ARGS ?=
+
+BIN   := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# Test workers and benchmarks share the cores: one thread each, or they fight over them.
+ONE_THREAD := OMP_NUM_THREADS=1
+say = @printf '==> %s\n'
+
+.DEFAULT_GOAL := help
+.PHONY: help install compare test lint types format bench asv-check asv-publish reproduce clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+# Constraining torch in the one command that installs everything keeps pip from fetching another
+# build of it first; PIP_CONSTRAINT pins the build backend, which -c does not reach.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo 'curvlab needs Python 3.11 or newer: make PYTHON=/path/to/python3.11'; exit 1; }
+	$(say) 'creating $(VENV) and installing curvlab (a few minutes the first time)'
+	@$(PYTHON) -m venv $(VENV)
+	@PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  -c constraints.txt $(PIP_ARGS) --editable '.[dev]'
+	@touch $@
+
+install: $(STAMP) ## create .venv with everything in it
+
+compare: $(STAMP) ## compare providers and solvers on the embedded data set
+	$(say) 'curvlab compare'
+	@$(BIN)/curvlab compare $(ARGS)
+
+test: $(STAMP) ## run the whole test suite, doctests included
+	$(say) 'pytest, $(JOBS) workers'
+	@$(ONE_THREAD) $(BIN)/python -m pytest -q -n $(JOBS) $(ARGS)
+
+lint: $(STAMP) ## check style and formatting
+	$(say) 'ruff'
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: $(STAMP) ## check types
+	$(say) 'mypy'
+	@$(BIN)/mypy
+
+format: $(STAMP) ## format the code and mend what ruff can
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+bench: $(STAMP) ## run the benchmarks once in this environment
+	$(say) 'asv, quick'
+	@$(BIN)/asv machine --yes
+	@$(ONE_THREAD) $(BIN)/asv run --quick --show-stderr --python=same $(ARGS)
+
+asv-check: $(STAMP) ## check that every benchmark is found and valid
+	$(say) 'asv check'
+	@$(ONE_THREAD) $(BIN)/asv check --python=same
+
+asv-publish: $(STAMP) ## build the page of the benchmark history
+	@$(BIN)/asv publish
+	$(say) 'the page is .asv/html/index.html; `$(BIN)/asv preview` serves it'
+
+reproduce: $(STAMP) ## redo the paper's tables and figures (SCALE=smoke, laptop or paper)
+	$(say) 'curvlab reproduce $(WHAT), scale $(SCALE)'
+	@$(BIN)/curvlab reproduce $(WHAT) --scale $(SCALE) $(ARGS)
+
+clean: ## remove the environment, caches and built files
+	$(say) 'removing $(VENV), caches and built files'
+	@rm -rf $(VENV) build dist .asv *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
