@@ -1,0 +1,1 @@
+"""Benchmark suites that asv runs over the history of curvlab."""
