@@ -1,0 +1,186 @@
+"""Registries: what can be asked for by name, built in or brought by another package.
+
+A registry maps a name to a frozen dataclass and the fields that name presets, so that ``pch-1`` and
+``pch[gamma=-1]`` are the same provider. Other packages add theirs through an entry point in the
+registry's group, whose name is the name to ask for and whose value is the dataclass::
+
+    [project.entry-points."curvlab.providers"]
+    my-curvature = "my_package:MyCurvature"
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Generic, TypeVar
+
+from curvlab import specs
+from curvlab.exceptions import SpecError
+
+__all__ = ["Registry", "Row"]
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of a registry's listing."""
+
+    name: str
+    fields: tuple[specs.FieldText, ...]
+    doc: str
+    origin: str
+
+    @property
+    def usage(self) -> str:
+        """The name with every field and its default, as it could be typed."""
+        return f"{self.name}[{','.join(map(str, self.fields))}]" if self.fields else self.name
+
+
+@dataclasses.dataclass(frozen=True)
+class _Entry(Generic[T]):
+    factory: type[T]
+    preset: dict[str, Any]
+    doc: str
+    origin: str
+    plugin: bool
+
+
+class Registry(Generic[T]):
+    """Names of one kind of thing, each a frozen dataclass with some of its fields preset.
+
+    >>> from dataclasses import dataclass
+    >>> @dataclass(frozen=True)
+    ... class PCH:
+    ...     "The partially corrected Hessian."
+    ...     gamma: float = 0.0
+    >>> providers = Registry("provider")
+    >>> providers.register("pch", PCH)
+    >>> providers.register("pch-1", PCH, "absolute values", gamma=-1.0)
+    >>> providers.make("pch-1")
+    PCH(gamma=-1.0)
+    >>> providers.canonical("pch-1") == providers.canonical("pch[gamma=-1]")
+    True
+    """
+
+    def __init__(self, kind: str, group: str | None = None) -> None:
+        """Start empty; ``kind`` is the word for error messages, ``group`` the entry-point group."""
+        self.kind = kind
+        self.group = group
+        self._entries: dict[str, _Entry[T]] = {}
+        self._loaded = False
+
+    def __repr__(self) -> str:
+        """Show the kind and the names, without importing any plugin."""
+        return f"Registry({self.kind!r}: {', '.join(sorted(self._entries))})"
+
+    def register(self, name: str, factory: type[T], doc: str = "", **preset: Any) -> None:
+        """Let ``name`` stand for ``factory`` with the fields of ``preset`` as its defaults.
+
+        ``doc`` is one line for listings (default: the first of the class's docstring). A name is
+        taken once; registering the same class again, as a notebook does, replaces it.
+        """
+        if specs.parse(name) != specs.Spec(name):
+            raise SpecError(f"`{name}` cannot be registered: a name has no brackets and no spaces.")
+        _check_factory(factory, preset)
+        held = self._entries.get(name)
+        if held and held.plugin:
+            self._warn_left_out(name, held.origin, f"{_address(factory)} has that name")
+        elif held and _address(held.factory) != _address(factory):
+            raise SpecError(f"{self.kind} `{name}` is already {_address(held.factory)}; use another name.")
+        origin = factory.__module__.partition(".")[0]
+        self._entries[name] = _Entry(factory, preset, doc or _first_line(factory), origin, plugin=False)
+
+    def make(self, spec: str | T) -> T:
+        """Read a spec such as ``pch[gamma=-1]``; an instance passes through as it is."""
+        if isinstance(spec, str):
+            parsed = specs.parse(spec)
+            entry = self._entry(parsed.name)
+            return specs.build(entry.factory, parsed.fields, name=parsed.name, preset=entry.preset)
+        if isinstance(spec, type):
+            raise SpecError(f"{self.kind}: got the class `{spec.__name__}`; write `{spec.__name__}(…)`.")
+        if type(spec).__module__ == "builtins":
+            raise SpecError(
+                f"{self.kind}: got {spec!r} of type `{type(spec).__name__}`; give a name or an instance."
+            )
+        return spec
+
+    def names(self) -> list[str]:
+        """List the known names, plugins included, sorted."""
+        self._load_plugins()
+        return sorted(self._entries)
+
+    def describe(self) -> list[Row]:
+        """List name, fields with defaults, one line of documentation and the package of each name."""
+        self._load_plugins()
+        return [
+            Row(name, specs.describe(entry.factory, entry.preset), entry.doc, entry.origin)
+            for name, entry in sorted(self._entries.items())
+        ]
+
+    def canonical(self, spec: str | T) -> str:
+        """Write the one text that equal choices share: every field, under the class's plainest name."""
+        instance = self.make(spec)
+        self._load_plugins()
+        named = [(name, e.preset) for name, e in self._entries.items() if e.factory is type(instance)]
+        if not named:
+            raise SpecError(
+                f"`{type(instance).__name__}` is registered as no {self.kind}, so it has no text form; "
+                "register it first."
+            )
+        return specs.canonical(next((name for name, preset in named if not preset), named[0][0]), instance)
+
+    def _entry(self, name: str) -> _Entry[T]:
+        self._load_plugins()
+        if name not in self._entries:
+            raise specs.unknown(self.kind, name, self._entries)
+        return self._entries[name]
+
+    def _load_plugins(self) -> None:
+        if self._loaded or self.group is None:
+            return
+        # Set first: a plugin that uses this registry while it is imported must not load it again.
+        self._loaded = True
+        for point in entry_points(group=self.group):
+            self._load_plugin(point)
+
+    def _load_plugin(self, point: EntryPoint) -> None:
+        origin = f"{point.dist.name} {point.dist.version}" if point.dist else "an unknown distribution"
+        if held := self._entries.get(point.name):
+            self._warn_left_out(point.name, origin, f"{_address(held.factory)} has that name")
+            return
+        try:
+            factory = point.load()
+            _check_factory(factory, {})
+            specs.describe(factory)
+        # Whatever someone else's module raises on import must not break the rest.
+        except Exception as error:
+            reason = f"`{point.value}` does not load ({type(error).__name__}: {error})"
+            self._warn_left_out(point.name, origin, reason)
+            return
+        self._entries[point.name] = _Entry(factory, {}, _first_line(factory), origin, plugin=True)
+
+    def _warn_left_out(self, name: str, origin: str, reason: str) -> None:
+        message = f"{self.kind} `{name}` of {origin} is left out: {reason}."
+        warnings.warn(message, RuntimeWarning, stacklevel=3)
+
+
+def _check_factory(factory: Any, preset: dict[str, Any]) -> None:
+    params = getattr(factory, "__dataclass_params__", None) if isinstance(factory, type) else None
+    if params is None or not params.frozen:
+        raise SpecError(f"{factory!r} is not a frozen dataclass; decorate it with `@dataclass(frozen=True)`.")
+    known = [field.name for field in dataclasses.fields(factory) if field.init]
+    for key in preset:
+        if key not in known:
+            raise specs.unknown(f"field of `{factory.__name__}`", key, known)
+
+
+def _address(factory: type) -> str:
+    return f"{factory.__module__}.{factory.__qualname__}"
+
+
+def _first_line(factory: type) -> str:
+    doc = (factory.__doc__ or "").strip()
+    # A dataclass without a docstring gets its signature as one: no help to a reader.
+    return "" if doc.startswith(f"{factory.__name__}(") else doc.partition("\n")[0]

@@ -1,0 +1,347 @@
+"""The text form of every named choice: ``name[key=value,…]`` sets fields of a frozen dataclass.
+
+A provider, a solver, a criterion, an architecture and a data set are each a frozen dataclass whose
+fields are written as text on the command line, in strings and in the results store::
+
+    spec   = name [ "[" field { "," field } "]" ]
+    field  = key "=" value
+    value  = text whose brackets "[" "]" "(" ")" balance, or a JSON string in double quotes
+
+The field's annotation says how its value reads: ``int``, ``float``, ``bool`` (``true``/``false``),
+``str``, the choices of a ``Literal`` or an ``Enum``, ``X | None`` (``none``) and ``tuple[X, ...]``
+(``64-32-10`` for integers that are not negative, ``(0.1,0.2)`` in general).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import re
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
+from typing import Any, TypeVar
+
+from curvlab.exceptions import SpecError
+
+__all__ = ["FieldText", "Spec", "build", "canonical", "describe", "parse", "split", "unknown"]
+
+T = TypeVar("T")
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.+-]*", re.ASCII)
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\](),"]', re.DOTALL)
+_OPENS = {"]": "[", ")": "("}
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """A parsed spec: its name and the text of each field, in the order given.
+
+    >>> str(Spec("pch", {"gamma": "-1"}))
+    'pch[gamma=-1]'
+    """
+
+    name: str
+    fields: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """Write the text that `parse` reads back to an equal value."""
+        body = ",".join(f"{key}={value}" for key, value in self.fields.items())
+        return f"{self.name}[{body}]" if body else self.name
+
+
+@dataclasses.dataclass(frozen=True)
+class FieldText:
+    """One field as a help page shows it: its name, what it takes, its default (None: required)."""
+
+    name: str
+    takes: str
+    default: str | None
+
+    def __str__(self) -> str:
+        """Write ``name=default``, or ``name=<what it takes>`` where a value is required."""
+        return f"{self.name}={self.default if self.default is not None else f'<{self.takes}>'}"
+
+
+def split(text: str) -> list[str]:
+    """Split at the commas that no bracket and no quote encloses; the parts are stripped.
+
+    >>> split("pch-1, fisher[kind=mc,samples=3]")
+    ['pch-1', 'fisher[kind=mc,samples=3]']
+    """
+    cuts, opened = [-1], []
+    for token in _TOKEN.finditer(text):
+        mark = token.group()
+        if mark == '"':
+            raise SpecError(f"`{text}` opens a double quote that it does not close.")
+        if mark in "[(":
+            opened.append(mark)
+        elif mark in "])":
+            if not opened or opened.pop() != _OPENS[mark]:
+                raise SpecError(f"`{text}` closes a bracket `{mark}` that it does not open.")
+        elif mark == "," and not opened:
+            cuts.append(token.start())
+    if opened:
+        raise SpecError(f"`{text}` opens a bracket `{opened[-1]}` that it does not close.")
+    if not text.strip():
+        return []
+    parts = [text[a + 1 : b].strip() for a, b in zip(cuts, [*cuts[1:], len(text)], strict=True)]
+    if "" in parts:
+        raise SpecError(f"`{text}` has nothing between two commas, or a comma at its end.")
+    return parts
+
+
+def parse(text: str) -> Spec:
+    """Read ``name[key=value,…]``; what the name and the fields mean is for `build` to say.
+
+    >>> parse("fcnn[widths=64-32-10, activation=tanh]").fields
+    {'widths': '64-32-10', 'activation': 'tanh'}
+    """
+    head, bracket, body = text.strip().partition("[")
+    name = head.strip()
+    if not _NAME.fullmatch(name):
+        raise SpecError(
+            f"`{text}` does not start with a name of letters, digits, dashes and dots; "
+            "write `name` or `name[key=value,…]`."
+        )
+    if bracket and not body.endswith("]"):
+        raise SpecError(f"`{text}` does not end with the `]` of its fields; write `name[key=value,…]`.")
+    fields: dict[str, str] = {}
+    try:
+        parts = split(body[:-1])
+    except SpecError as error:
+        raise SpecError(f"`{text}` cannot be read: {error}") from error
+    for part in parts:
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or not key.isidentifier():
+            raise SpecError(f"`{part}` in `{text}` is not of the form `key=value`.")
+        if key in fields:
+            raise SpecError(f"`{text}` gives `{key}` twice; give it once.")
+        fields[key] = value
+    return Spec(name, fields)
+
+
+def build(
+    cls: type[T], fields: Mapping[str, str], *, name: str = "", preset: Mapping[str, Any] | None = None
+) -> T:
+    """Make a ``cls`` (a dataclass) whose fields are read from text by their annotations.
+
+    ``preset`` gives values (not text) to fields that the text leaves out; ``name`` is what error
+    messages call the thing (default: the class's name).
+
+    >>> from dataclasses import dataclass
+    >>> @dataclass(frozen=True)
+    ... class PCH:
+    ...     gamma: float = 0.0
+    >>> build(PCH, {"gamma": "-1"})
+    PCH(gamma=-1.0)
+    """
+    name = name or cls.__name__
+    annotations = _annotations(cls)
+    values = dict(preset or {})
+    for key, text in fields.items():
+        if key not in annotations:
+            raise unknown(f"field of `{name}`", key, annotations)
+        try:
+            values[key] = _read(text, annotations[key])
+        except ValueError as error:
+            raise SpecError(f"`{key}` of `{name}` takes {_takes(annotations[key])}; got `{text}`.") from error
+    missing = [f.name for f in _init_fields(cls) if _required(f) and f.name not in values]
+    if missing:
+        wanted = ", ".join(f"`{key}` ({_takes(annotations[key])})" for key in missing)
+        raise SpecError(f"`{name}` has no default for {wanted}; write `{name}[{missing[0]}=…]`.")
+    try:
+        return cls(**values)
+    except SpecError:
+        raise
+    except ValueError as error:
+        raise SpecError(f"`{Spec(name, dict(fields))}` is refused: {error}") from error
+
+
+def canonical(name: str, instance: object) -> str:
+    """Write the one text of a dataclass instance: all fields, sorted, numbers normalised.
+
+    >>> from dataclasses import dataclass
+    >>> @dataclass(frozen=True)
+    ... class PCH:
+    ...     output_gamma: float = -1.0
+    ...     gamma: float = 0.0
+    >>> canonical("pch", PCH(gamma=-1))
+    'pch[gamma=-1.0,output_gamma=-1.0]'
+    """
+    annotations = _annotations(type(instance))
+    texts = {key: _write(getattr(instance, key), annotations[key]) for key in sorted(annotations)}
+    return str(Spec(name, texts))
+
+
+def describe(cls: type, preset: Mapping[str, Any] | None = None) -> tuple[FieldText, ...]:
+    """List the fields of a dataclass as a help page shows them, in the order they are declared."""
+    annotations = _annotations(cls)
+    defaults = {f.name: _default(f) for f in _init_fields(cls) if not _required(f)} | dict(preset or {})
+    return tuple(
+        FieldText(key, _takes(hint), _write(defaults[key], hint) if key in defaults else None)
+        for key, hint in annotations.items()
+    )
+
+
+def unknown(kind: str, given: str, known: Iterable[str]) -> SpecError:
+    """Word the error for a name that is not known: lists the known ones and the nearest match.
+
+    >>> print(unknown("provider", "phc-1", ["fisher", "pch-1"]))
+    `phc-1` is not a provider; known: `fisher`, `pch-1`. Did you mean `pch-1`?
+    """
+    known = sorted(known)
+    near = difflib.get_close_matches(given, known, n=1)
+    article = "an" if kind[0] in "aeiou" else "a"
+    hint = f" Did you mean `{near[0]}`?" if near else ""
+    return SpecError(f"`{given}` is not {article} {kind}; known: {_listing(known) or 'none'}.{hint}")
+
+
+def _listing(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _init_fields(cls: type) -> list[dataclasses.Field[Any]]:
+    return [f for f in dataclasses.fields(cls) if f.init]
+
+
+def _annotations(cls: type) -> dict[str, Any]:
+    try:
+        hints = typing.get_type_hints(cls)
+    except NameError as error:
+        raise SpecError(
+            f"the annotations of `{cls.__name__}` cannot be read ({error}); "
+            "import the names they use at run time, not only for type checking."
+        ) from error
+    return {f.name: hints[f.name] for f in _init_fields(cls)}
+
+
+def _required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+# How each annotation reads and writes. A reader raises ValueError; `build` words it.
+
+
+def _read_bool(text: str) -> bool:
+    try:
+        return {"true": True, "false": False}[text.lower()]
+    except KeyError as error:
+        raise ValueError(text) from error
+
+
+def _read_text(text: str) -> str:
+    return str(json.loads(text)) if text.startswith('"') else text
+
+
+def _write_text(value: str) -> str:
+    try:
+        plain = split(value) == [value]
+    except SpecError:
+        plain = False
+    plain = plain and value.isprintable() and '"' not in value and value.lower() != "none"
+    return value if plain else json.dumps(value)
+
+
+# Adding 0.0 turns -0.0, which equals 0.0, into it: equal values must have equal texts.
+_SCALARS: dict[type, tuple[str, Callable[[str], Any], Callable[[Any], str]]] = {
+    bool: ("true|false", _read_bool, lambda value: str(bool(value)).lower()),
+    int: ("an integer", int, lambda value: str(int(value))),
+    float: ("a number", float, lambda value: repr(float(value) + 0.0)),
+    str: ("text", _read_text, _write_text),
+}
+
+
+def _union(annotation: Any) -> tuple[Any, ...]:
+    """Members of ``X | Y`` or ``Optional[X]`` without None; empty where it is no union."""
+    if typing.get_origin(annotation) not in (typing.Union, types.UnionType):
+        return ()
+    return tuple(m for m in typing.get_args(annotation) if m is not types.NoneType)
+
+
+def _choices(annotation: Any) -> dict[str, Any]:
+    """Text to value, for a ``Literal`` or an ``Enum``; empty for anything else."""
+    if typing.get_origin(annotation) is typing.Literal:
+        return {str(choice): choice for choice in typing.get_args(annotation)}
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        return {str(member.value): member for member in annotation}
+    return {}
+
+
+def _element(annotation: Any) -> Any:
+    """``X`` of ``tuple[X, ...]``; None for anything else."""
+    args = typing.get_args(annotation)
+    variadic = typing.get_origin(annotation) is tuple and len(args) == 2 and args[1] is Ellipsis
+    return args[0] if variadic else None
+
+
+def _takes(annotation: Any) -> str:
+    if members := _union(annotation):
+        optional = types.NoneType in typing.get_args(annotation)
+        return " or ".join([_takes(m) for m in members] + ["none"] * optional)
+    if choices := _choices(annotation):
+        return "|".join(choices)
+    if (element := _element(annotation)) is not None:
+        return "integers such as 64-32-10" if element is int else f"a list ({_takes(element)},…)"
+    return _SCALARS[annotation][0] if annotation in _SCALARS else "a value that no text can give"
+
+
+def _read(text: str, annotation: Any) -> Any:
+    if members := _union(annotation):
+        if text.lower() == "none" and types.NoneType in typing.get_args(annotation):
+            return None
+        return _read_union(text, members)
+    if choices := _choices(annotation):
+        if text not in choices:
+            raise ValueError(text)
+        return choices[text]
+    if (element := _element(annotation)) is not None:
+        return tuple(_read(part, element) for part in _parts(text, element))
+    if annotation not in _SCALARS:
+        raise ValueError(f"no text form for {annotation}")
+    return _SCALARS[annotation][1](text)
+
+
+def _read_union(text: str, members: tuple[Any, ...]) -> Any:
+    for member in members[:-1]:
+        try:
+            return _read(text, member)
+        except ValueError:
+            continue
+    return _read(text, members[-1])
+
+
+def _parts(text: str, element: Any) -> list[str]:
+    if text.startswith("(") and text.endswith(")"):
+        return split(text[1:-1])
+    return text.split("-") if element is int else split(text)
+
+
+def _write(value: Any, annotation: Any) -> str:
+    if value is None:
+        return "none"
+    if members := _union(annotation):
+        return _write(value, next((m for m in members if _fits(value, m)), members[-1]))
+    if _choices(annotation):
+        return str(value.value if isinstance(value, Enum) else value)
+    if (element := _element(annotation)) is not None:
+        dashes = element is int and value and min(value) >= 0
+        texts = [_write(item, element) for item in value]
+        return "-".join(texts) if dashes else f"({','.join(texts)})"
+    if annotation not in _SCALARS:
+        raise SpecError(f"`{value!r}` has no text form: its field is annotated `{annotation}`.")
+    return _SCALARS[annotation][2](value)
+
+
+def _fits(value: Any, annotation: Any) -> bool:
+    """Whether the text of ``value``, read by this member of a union, gives ``value`` back."""
+    try:
+        return bool(_read(_write(value, annotation), annotation) == value)
+    except (SpecError, TypeError, ValueError, AttributeError):
+        return False

@@ -1,0 +1,26 @@
+"""Settings that every test shares: one thread, one seed, no display."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch and matplotlib read them: workers share the cores, and nobody looks at a window.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+torch.set_num_threads(1)
+
+_COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("dev", max_examples=25, **_COMMON)
+settings.register_profile("ci", max_examples=25, derandomize=True, print_blob=True, **_COMMON)
+settings.register_profile("thorough", max_examples=500, **_COMMON)
+settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Seed torch, so that a test draws the same numbers alone, in the suite and in any worker."""
+    torch.manual_seed(0)
