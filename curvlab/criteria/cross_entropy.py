@@ -1,0 +1,183 @@
+"""Cross-entropy with class weights, ignored labels, label smoothing and soft targets.
+
+With p = softmax(h) and any non-negative row q with sum s,
+
+    ξ = -Σ_c q_c log p_c,    ∇ξ = s p - q,    ∇²ξ = s (diag(p) - p pᵀ).
+
+What q and c_i are, so that Σ c_i ξ_i / Σ c_i is torch's mean (w class weights, ε smoothing):
+
+- class indices: c_i = w_{y_i}, q_i = (1-ε) e_{y_i} + (ε/K) w / w_{y_i}, as torch weights the smoothed
+  part of every class by its own weight but divides by Σ w_{y_i} alone;
+- soft targets t: c_i = 1, q_i = w ⊙ ((1-ε) t_i + ε/K), as torch divides by the number of examples.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from curvlab.criteria.base import Criterion
+from curvlab.criteria.checks import as_weights, check_labels, check_logits, check_real_targets
+from curvlab.criteria.softmax import covariance_products, covariances, draw, one_hot, weighted_covariance
+from curvlab.device import readable
+from curvlab.exceptions import ProblemError
+
+__all__ = ["CrossEntropy"]
+
+
+@dataclass(frozen=True)
+class CrossEntropy(Criterion):
+    """Cross-entropy of softmax(logits) against class indices (m,) or probabilities (m, K).
+
+    `weight` may be given as a tensor; it is kept as a tuple. A row whose label is `ignore_index` has
+    c_i = 0 and loss 0. If that label is also a class, derivatives are still those of the class: a label
+    drawn from the model may be any class, and its gradient counts.
+
+    >>> logits = torch.tensor([[0.0, 0.0], [0.0, 0.0]])
+    >>> CrossEntropy().gradients(logits, torch.tensor([0, 1]))
+    tensor([[-0.5000,  0.5000],
+            [ 0.5000, -0.5000]])
+    """
+
+    name: ClassVar[str] = "cross-entropy"
+    convex: ClassVar[bool] = True
+
+    weight: tuple[float, ...] | None = None
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "weight", as_weights(self.weight, "weight"))
+
+    @property
+    def likelihood(self) -> bool:
+        """Label smoothing takes the gradients of drawn labels away from the likelihood's."""
+        return self.label_smoothing == 0.0
+
+    def check(self, logits: Tensor, targets: Tensor) -> None:
+        """Raise `ProblemError` unless targets are class indices (m,) or probabilities (m, K)."""
+        check_logits(logits, targets)
+        self._check_settings(logits.shape[1])
+        if targets.ndim == 2 and targets.is_floating_point():
+            self._check_soft(logits, targets)
+        elif targets.ndim == 2 and targets.shape[1] == logits.shape[1] > 1:
+            raise ProblemError(
+                f"`targets` has shape {tuple(targets.shape)} and dtype {targets.dtype}; expected class "
+                f"indices of shape ({logits.shape[0]},), or floating-point probabilities "
+                f"(use `targets.to({logits.dtype})`)"
+            )
+        else:
+            check_labels(logits, targets, self.ignore_index)
+            self._check_smoothing()
+
+    def weights(self, logits: Tensor, targets: Tensor) -> Tensor | None:
+        """Give c_i: w_{y_i}, 0 where the label is ignored; all ones for soft targets."""
+        if targets.ndim == 2:
+            return None
+        ignored = self._ignored(targets)
+        class_weight = self._class_weight(logits)
+        if class_weight is None:
+            # All ones is by far the usual case, and None spares every statistic a multiplication.
+            none_ignored = not readable(targets) or not bool(ignored.any())
+            return None if none_ignored else (~ignored).to(logits.dtype)
+        return class_weight[self._classes(logits, targets)].masked_fill(ignored, 0.0)
+
+    def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Give ξ_i = -Σ_c q_ic log p_ic."""
+        losses = -(self._target_rows(logits, targets) * logits.log_softmax(-1)).sum(-1)
+        return losses if targets.ndim == 2 else losses.masked_fill(self._ignored(targets), 0.0)
+
+    def gradients(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Give s_i p_i - q_i."""
+        rows = self._target_rows(logits, targets)
+        return rows.sum(-1, keepdim=True) * logits.softmax(-1) - rows
+
+    def hessians(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Give s_i (diag(p_i) - p_i p_iᵀ)."""
+        return self._masses(logits, targets)[:, None, None] * covariances(logits.softmax(-1))
+
+    def mean_hessian(self, logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+        """Give Σ_i weights_i s_i (diag(p_i) - p_i p_iᵀ) from one (K, m) by (m, K) product."""
+        return weighted_covariance(logits.softmax(-1), weights * self._masses(logits, targets))
+
+    def hessian_products(self, logits: Tensor, targets: Tensor, vectors: Tensor) -> Tensor:
+        """Give s_i p_i ⊙ (v_i - p_iᵀ v_i)."""
+        return self._masses(logits, targets)[:, None] * covariance_products(logits.softmax(-1), vectors)
+
+    def sample(self, logits: Tensor, uniforms: Tensor) -> Tensor:
+        """Class indices from softmax(logits), whose weight in the mean stays that of the given target."""
+        return draw(logits.softmax(-1), uniforms[:, 0])
+
+    def label_factor(self, logits: Tensor) -> Tensor:
+        """v_c = √p_c ∇ξ(y = c)."""
+        p = logits.softmax(-1)
+        rows = self._label_rows(logits, torch.arange(logits.shape[1], device=logits.device))
+        return p.sqrt().T[:, :, None] * (rows.sum(-1)[:, None, None] * p - rows[:, None, :])
+
+    def predictions(self, logits: Tensor) -> Tensor:
+        """Give the most probable class."""
+        return logits.argmax(-1)
+
+    def _masses(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """s_i = Σ_c q_ic, (m,)."""
+        return self._target_rows(logits, targets).sum(-1)
+
+    def _target_rows(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """q_i, (m, K)."""
+        if targets.ndim == 1:
+            return self._label_rows(logits, targets)
+        rows = (1 - self.label_smoothing) * targets.to(logits.dtype) + self.label_smoothing / logits.shape[1]
+        class_weight = self._class_weight(logits)
+        return rows if class_weight is None else rows * class_weight
+
+    def _label_rows(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Rows q of class indices: zero where the label is no class (only `ignore_index` may be none)."""
+        classes = self._classes(logits, labels)
+        rows = one_hot(classes, logits)
+        if self.label_smoothing:
+            class_weight = self._class_weight(logits)
+            ratio = 1.0 if class_weight is None else class_weight / class_weight[classes][:, None]
+            rows = (1 - self.label_smoothing) * rows + self.label_smoothing / logits.shape[1] * ratio
+        return rows * (labels == classes)[:, None]
+
+    def _ignored(self, labels: Tensor) -> Tensor:
+        # In a narrow dtype the comparison would wrap `ignore_index`.
+        return labels.long() == self.ignore_index
+
+    def _classes(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Labels as indices that are safe to look up, also where they are ignored."""
+        return labels.long().clamp(0, logits.shape[1] - 1)
+
+    def _class_weight(self, logits: Tensor) -> Tensor | None:
+        if self.weight is None:
+            return None
+        return torch.tensor(self.weight, dtype=logits.dtype, device=logits.device)
+
+    def _check_settings(self, outputs: int) -> None:
+        if self.weight is not None and len(self.weight) != outputs:
+            raise ProblemError(
+                f"`weight` has {len(self.weight)} class weights; expected {outputs}, one an output"
+            )
+        if not 0.0 <= self.label_smoothing <= 1.0:
+            raise ProblemError(f"`label_smoothing` is {self.label_smoothing}; expected a number from 0 to 1")
+
+    def _check_smoothing(self) -> None:
+        if self.label_smoothing and self.weight is not None and 0.0 in self.weight:
+            raise ProblemError(
+                f"`weight` is 0 for class {self.weight.index(0.0)} while `label_smoothing` is "
+                f"{self.label_smoothing}: torch then counts that class's smoothed loss but not the example, "
+                "which is no weighted mean of losses. Use `ignore_index`, or a small positive weight"
+            )
+
+    def _check_soft(self, logits: Tensor, targets: Tensor) -> None:
+        check_real_targets(logits, targets)
+        if self.ignore_index >= 0:
+            raise ProblemError(
+                f"`ignore_index` is {self.ignore_index} but `targets` are probabilities; "
+                "leave it at -100, or give class indices"
+            )
+        if readable(targets) and bool((targets < 0).any()):
+            raise ProblemError("`targets` has negative entries; expected probabilities")

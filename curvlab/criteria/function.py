@@ -1,0 +1,106 @@
+"""Any twice differentiable function of (logits, target) of one example, through torch.func.
+
+The function sees one example: logits (K,) and its target without the batch dimension. It is batched by
+`vmap`, so branches on values must be written with `torch.where`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.func import grad, vjp, vmap
+
+from curvlab.criteria.base import Criterion
+from curvlab.criteria.checks import check_logits
+from curvlab.device import readable
+from curvlab.exceptions import ProblemError
+
+__all__ = ["FunctionCriterion"]
+
+
+@dataclass(frozen=True)
+class FunctionCriterion(Criterion):
+    """A user's loss of one example; `sampler(logits, uniforms)` draws one target, both (K,).
+
+    >>> absolute = FunctionCriterion(lambda logits, target: (logits - target).abs().sum(), name="absolute")
+    >>> absolute.gradients(torch.tensor([[2.0, -1.0]]), torch.zeros(1, 2))
+    tensor([[ 1., -1.]])
+    """
+
+    convex: ClassVar[None] = None
+    likelihood: ClassVar[bool] = False
+
+    function: Callable[[Tensor, Tensor], Tensor]
+    sampler: Callable[[Tensor, Tensor], Tensor] | None = None
+    name: str = "function"  # type: ignore[misc]  # each user function has its own
+
+    def check(self, logits: Tensor, targets: Tensor) -> None:
+        """Raise `ProblemError` unless the function is a scalar of one example, twice differentiable."""
+        check_logits(logits, targets)
+        if not readable(logits) or not readable(targets) or not len(logits):
+            return
+        if targets.is_floating_point() and not bool(torch.isfinite(targets).all()):
+            raise ProblemError("`targets` is not finite; expected finite numbers")
+        # One example shows whether the function is a scalar and can be differentiated twice.
+        row, target = logits[:1].detach(), targets[:1]
+        try:
+            values = self.losses(row, target)
+            if values.shape == (1,):
+                self.hessian_products(row, target, torch.ones_like(row))
+        except Exception as error:
+            raise ProblemError(
+                f"criterion `{self.name}` fails on one example, with logits of shape {tuple(row.shape[1:])} "
+                f"and a target of shape {tuple(target.shape[1:])}: {error}. Expected a function of one "
+                "example that torch.func can batch and differentiate twice (write branches with torch.where)"
+            ) from error
+        if values.shape != (1,):
+            raise ProblemError(
+                f"criterion `{self.name}` gives shape {tuple(values.shape[1:])} for one example; "
+                "expected a scalar: sum or average over the outputs"
+            )
+
+    def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Give ξ_i by `vmap`."""
+        return vmap(self.function)(logits, targets)
+
+    def gradients(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Give ∇ξ_i by `vmap` of `grad`."""
+        return vmap(grad(self.function))(logits, targets)
+
+    def hessian_products(self, logits: Tensor, targets: Tensor, vectors: Tensor) -> Tensor:
+        """Give ∇²ξ_i v_i, never the matrices."""
+        product = self._products(logits, targets)
+        if vectors.ndim == 2:
+            return product(vectors)
+        return vmap(product)(vectors.flatten(0, -3)).reshape(vectors.shape)
+
+    def mean_hessian(self, logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+        """Give Σ_i weights_i ∇²ξ_i, one row of it after the other."""
+        product = self._products(logits, targets)
+        identity = torch.eye(logits.shape[1], dtype=logits.dtype, device=logits.device)
+        rows = torch.stack([product(weights[:, None] * unit).sum(0) for unit in identity])
+        return (rows + rows.T) / 2
+
+    def sample(self, logits: Tensor, uniforms: Tensor) -> Tensor:
+        """Draw targets with `sampler`; refused without one."""
+        if self.sampler is None:
+            raise self._has_no_labels()
+        return vmap(self.sampler)(logits, uniforms)
+
+    def label_factor(self, logits: Tensor) -> Tensor:
+        """Refused: a sampler cannot be summed over all labels."""
+        if self.sampler is None:
+            raise self._has_no_labels()
+        raise ProblemError(
+            f"criterion `{self.name}` can draw labels but not sum over all of them, which Fisher kind "
+            "`exact` needs; use `fisher[kind=mc]`"
+        )
+
+    def _products(self, logits: Tensor, targets: Tensor) -> Callable[[Tensor], Tensor]:
+        """Map v to ∇²ξ_i v_i by reverse mode twice: more functions support it than forward over reverse."""
+        pullback = vjp(lambda rows: self.gradients(rows, targets), logits)[1]
+        return lambda vectors: pullback(vectors)[0]
