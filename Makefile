@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml constraints.txt
 	  { echo 'curvlab needs Python 3.11 or newer: make PYTHON=/path/to/python3.11'; exit 1; }
 	$(say) 'creating $(VENV) and installing curvlab (a few minutes the first time)'
 	@$(PYTHON) -m venv $(VENV)
-	@PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	@PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -qq --disable-pip-version-check \
 	  -c constraints.txt $(PIP_ARGS) --editable '.[dev]'
 	@touch $@
 

@@ -343,5 +343,5 @@ def _fits(value: Any, annotation: Any) -> bool:
     """Whether the text of ``value``, read by this member of a union, gives ``value`` back."""
     try:
         return bool(_read(_write(value, annotation), annotation) == value)
-    except (SpecError, TypeError, ValueError, AttributeError):
+    except (AttributeError, OverflowError, TypeError, ValueError):
         return False
