@@ -1,0 +1,281 @@
+"""A curvature: the blocks of one symmetric matrix, named as the model's parameters.
+
+A Kronecker layer keeps its output factor B^t and its input factors; its bias block is B^t and its
+weight block E[hhᵀ] ⊗ B^t in the paper's column order (B^t ⊗ E[hhᵀ] on torch's row-flattened weights).
+A matrix-free layer keeps a mean bias block and an operator for the weight.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from curvlab.exceptions import StaleError
+from curvlab.linalg import Block, Factor, FactorBlock, KroneckerBlock
+from curvlab.linalg.blocks import DENSE_BYTES, check_dense_bytes
+from curvlab.linalg.inputs import InputFactors
+from curvlab.versions import Versions
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from scipy.sparse.linalg import LinearOperator
+
+__all__ = ["Curvature", "Definiteness", "LayerCurvature", "StaleWarning"]
+
+EIGENVALUES_UP_TO = 512
+
+
+class StaleWarning(UserWarning):
+    """The parameters have changed since the curvature was computed."""
+
+
+@dataclass(frozen=True)
+class Definiteness:
+    """Whether a curvature is positive semi-definite, and how that is known."""
+
+    psd: bool
+    why: str
+
+    def __str__(self) -> str:
+        return f"{'positive semi-definite' if self.psd else 'indefinite'} ({self.why})"
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCurvature:
+    """The blocks of one Linear layer.
+
+    `output` is B^t, where the provider has one; `inputs` the layer's input factors, where the weight
+    block is a Kronecker product; `operator` the weight block where it is matrix-free.
+    """
+
+    name: str
+    weight_name: str | None
+    bias_name: str | None
+    output: Factor | None
+    inputs: InputFactors | None = None
+    weight_operator: Block | None = None
+    bias_operator: Block | None = None
+
+    @property
+    def kronecker(self) -> bool:
+        """Whether the weight block is a Kronecker product."""
+        return self.inputs is not None
+
+    @cached_property
+    def blocks(self) -> dict[str, Block]:
+        """The blocks by parameter name."""
+        blocks: dict[str, Block] = {}
+        if self.weight_name is not None:
+            blocks[self.weight_name] = self._weight_block()
+        if self.bias_name is not None:
+            blocks[self.bias_name] = self._bias_block()
+        return blocks
+
+    def _weight_block(self) -> Block:
+        if self.weight_operator is not None:
+            return self.weight_operator
+        assert self.output is not None
+        assert self.inputs is not None
+        return KroneckerBlock(self.output, self.inputs.full)
+
+    def _bias_block(self) -> Block:
+        if self.bias_operator is not None:
+            return self.bias_operator
+        assert self.output is not None
+        return FactorBlock(self.output)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> LayerCurvature:
+        """The same layer with `function` applied to each tensor of its factors."""
+        if self.weight_operator is not None or self.bias_operator is not None:
+            raise TypeError(
+                f"layer `{self.name}` is matrix-free: its blocks read the model and the batch, which stay where "
+                f"they are. Move the model and the batch and estimate again"
+            )
+        assert self.output is not None
+        inputs = None if self.inputs is None else self.inputs.map(function)
+        return replace(self, output=self.output.map(function), inputs=inputs)
+
+
+@dataclass(frozen=True, eq=False)
+class Curvature:
+    """A symmetric matrix over the parameters of a model, block by block.
+
+    >>> import curvlab
+    >>> from torch import nn
+    >>> model = nn.Sequential(nn.Linear(4, 3), nn.Sigmoid(), nn.Linear(3, 2))
+    >>> problem = curvlab.Problem(model, "cross-entropy", torch.ones(5, 4), torch.tensor([0, 1, 0, 1, 0]))
+    >>> curvature = curvlab.estimate("pch-1", problem)
+    >>> curvature.blocks["2.bias"].shape, curvature.definiteness.psd
+    ((2,), True)
+    """
+
+    provider: str
+    criterion: str
+    layers: tuple[LayerCurvature, ...]
+    definiteness: Definiteness
+    exact: bool = False
+    notes: tuple[str, ...] = ()
+    full_product: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] | None = field(default=None, repr=False)
+    versions: Versions | None = field(default=None, repr=False)
+    live: bool = False
+
+    @cached_property
+    def blocks(self) -> dict[str, Block]:
+        """The blocks by parameter name, in the order of the model's parameters."""
+        return {name: block for layer in self.layers for name, block in layer.blocks.items()}
+
+    @property
+    def psd(self) -> bool:
+        """Whether the matrix is positive semi-definite."""
+        return self.definiteness.psd
+
+    @property
+    def matrix_free(self) -> bool:
+        """Whether the weight blocks are operators rather than Kronecker products."""
+        return not all(layer.kronecker or layer.weight_name is None for layer in self.layers)
+
+    @property
+    def numel(self) -> int:
+        """Number of parameters covered."""
+        return sum(block.numel for block in self.blocks.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held by the blocks, a factor shared by two blocks counted once."""
+        seen: dict[int, int] = {}
+        for layer in self.layers:
+            factors = [layer.output, layer.inputs.full if layer.inputs is not None else None]
+            held = [t for f in factors if f is not None for t in f.tensors().values()]
+            seen |= {id(t): t.numel() * t.element_size() for t in held}
+            seen |= {id(b): b.nbytes for b in (layer.weight_operator, layer.bias_operator) if b is not None}
+        return sum(seen.values())
+
+    def check_fresh(self) -> None:
+        """Say so if the parameters or the batch have changed since the curvature was computed."""
+        changed = self.versions.changed() if self.versions is not None else []
+        if not changed:
+            return
+        what = f"{', '.join(changed[:4])}{' and others' if len(changed) > 4 else ''} changed since `{self.provider}`"
+        if self.live or "inputs" in changed:
+            raise StaleError(f"{what} was estimated and its blocks read them. Call estimate() again")
+        warnings.warn(f"{what} was estimated: the blocks are those of the old parameters", StaleWarning, stacklevel=3)
+
+    def __matmul__(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        self.check_fresh()
+        missing = [name for name in self.blocks if name not in vectors]
+        if missing:
+            raise ValueError(f"the operand has no entry for {missing}; expected {list(self.blocks)}")
+        if self.full_product is not None:
+            return self.full_product(vectors)
+        return {name: block @ vectors[name] for name, block in self.blocks.items()}
+
+    def to_dense(self, max_bytes: int = DENSE_BYTES) -> Tensor:
+        """The whole matrix, parameters flattened and joined in the order of `blocks`."""
+        example = next(iter(self.blocks.values())).example
+        check_dense_bytes(self.numel, example.element_size(), max_bytes, f"`{self.provider}`")
+        self.check_fresh()
+        if self.full_product is None:
+            return torch.block_diag(*[block.to_dense(max_bytes) for block in self.blocks.values()])
+        operator = self.to_scipy()
+        columns = [operator.matvec(row.numpy(force=True)) for row in torch.eye(self.numel, dtype=example.dtype)]
+        return torch.stack([torch.as_tensor(c, dtype=example.dtype) for c in columns], dim=1).to(example.device)
+
+    def to_scipy(self) -> LinearOperator:
+        """A scipy LinearOperator on the flattened and joined parameters."""
+        from curvlab.convert import to_scipy
+
+        return to_scipy(self)
+
+    def trace(self) -> Tensor:
+        """tr C."""
+        return torch.stack([block.trace() for block in self.blocks.values()]).sum()
+
+    def diagonal(self) -> dict[str, Tensor]:
+        """The diagonal, by parameter name and in the parameter's shape."""
+        return {name: block.diagonal() for name, block in self.blocks.items()}
+
+    def frobenius_norm(self) -> Tensor:
+        """‖C‖_F over the diagonal blocks."""
+        return torch.stack([block.frobenius_norm() for block in self.blocks.values()]).norm()
+
+    def eigvalsh(self) -> dict[str, Tensor]:
+        """Eigenvalues of each block, ascending."""
+        return {name: block.eigvalsh() for name, block in self.blocks.items()}
+
+    def to(self, *args: torch.device | torch.dtype | str, **kwargs: object) -> Curvature:
+        """The same curvature on another device or in another dtype."""
+        layers = tuple(layer.map(lambda t: t.to(*args, **kwargs)) for layer in self.layers)  # type: ignore[call-overload]
+        return replace(self, layers=layers)
+
+    def save(self, path: str) -> None:
+        """Write the curvature to a safetensors file: tensors and a JSON header, no pickle."""
+        from curvlab.convert import save
+
+        save(self, path)
+
+    @staticmethod
+    def load(path: str) -> Curvature:
+        """Read a curvature that `save` wrote."""
+        from curvlab.convert import load
+
+        return load(path)
+
+    def frame(self) -> pd.DataFrame:
+        """One row a block: shape, form, trace, Frobenius norm, extreme eigenvalues where cheap, bytes."""
+        import pandas as pd
+
+        return pd.DataFrame([_row(name, block) for name, block in self.blocks.items()])
+
+    def __repr__(self) -> str:
+        kind = "exact" if self.exact else "approximate"
+        return (
+            f"Curvature({self.provider}, criterion={self.criterion}, {len(self.blocks)} blocks, "
+            f"{self.numel:,} parameters, {kind}, {self.definiteness}, {self.nbytes:,} bytes)"
+        )
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        return f"<p>{escape(repr(self))}</p>{self.frame().to_html(index=False)}"
+
+
+def _row(name: str, block: Block) -> dict[str, object]:
+    cheap = not isinstance(block, KroneckerBlock | FactorBlock) and block.numel > EIGENVALUES_UP_TO
+    smallest, largest = (float("nan"), float("nan")) if cheap else _extremes(block)
+    return {
+        "block": name,
+        "shape": "×".join(map(str, block.shape)),
+        "form": _form(block),
+        "trace": float(block.trace()) if not cheap else float("nan"),
+        "frobenius_norm": float(block.frobenius_norm()) if not cheap else float("nan"),
+        "smallest_eigenvalue": smallest,
+        "largest_eigenvalue": largest,
+        "bytes": block.nbytes,
+    }
+
+
+def _form(block: Block) -> str:
+    if isinstance(block, KroneckerBlock):
+        return f"{block.output.kind} ⊗ {block.input.kind}"
+    return block.factor.kind if isinstance(block, FactorBlock) else "matrix-free"
+
+
+def _extremes(block: Block) -> tuple[float, float]:
+    """Smallest and largest eigenvalue: of a Kronecker product, from those of its factors."""
+    factors = [block.output, block.input] if isinstance(block, KroneckerBlock) else []
+    if isinstance(block, FactorBlock):
+        factors = [block.factor]
+    if not factors:
+        values = block.eigvalsh()
+        return float(values[0]), float(values[-1])
+    if any(min(f.size, f.rank_bound) > EIGENVALUES_UP_TO for f in factors):
+        return float("nan"), float("nan")
+    ends = [f.eigvalsh()[[0, -1]] for f in factors]
+    products = ends[0] if len(ends) == 1 else torch.outer(ends[0], ends[1]).flatten()
+    return float(products.min()), float(products.max())

@@ -1,0 +1,112 @@
+"""The one place that knows about devices: everything else uses torch's device-neutral calls.
+
+`torch.accelerator` covers cuda, mps, xpu and the like; the CPU has no accelerator module, so the
+functions here answer for it. A fake or meta tensor has no values: `readable` says whether a
+number may be read back to the host at all, and `read_interval` how often an iteration should.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from curvlab.exceptions import SpecError
+
+__all__ = [
+    "available",
+    "describe",
+    "has_allocator_statistics",
+    "peak_allocated",
+    "read_interval",
+    "readable",
+    "resolve",
+    "synchronize",
+]
+
+ACCELERATOR_READ_INTERVAL = 8
+
+
+def available() -> list[str]:
+    """Device types that can run here, the preferred one first.
+
+    >>> "cpu" in available()
+    True
+    """
+    if torch.accelerator.is_available():
+        return [torch.accelerator.current_accelerator().type, "cpu"]  # type: ignore[union-attr]
+    return ["cpu"]
+
+
+def resolve(name: str | torch.device = "auto") -> torch.device:
+    """The device called `name`; `auto` is the accelerator where there is one, else the CPU.
+
+    >>> resolve("cpu")
+    device(type='cpu')
+    """
+    if isinstance(name, torch.device):
+        return name
+    if name == "auto":
+        return torch.device(available()[0])
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise SpecError(f"device `{name}` is not a torch device; use one of {available()} or auto") from error
+    if device.type not in (*available(), "meta"):
+        raise SpecError(f"device `{name}` is not available here; use one of {available()} or auto")
+    return device
+
+
+def synchronize(device: torch.device | str) -> None:
+    """Wait until `device` has finished its work (on the CPU it always has)."""
+    device = torch.device(device)
+    if device.type not in ("cpu", "meta"):
+        torch.accelerator.synchronize(device)
+
+
+def readable(tensor: Tensor) -> bool:
+    """Whether the values of `tensor` can be read: not so for meta and fake tensors.
+
+    >>> readable(torch.ones(2)), readable(torch.ones(2, device="meta"))
+    (True, False)
+    """
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
+
+
+def read_interval(tensor: Tensor) -> int:
+    """After how many iterations convergence is read: 1 on the CPU, where a read is free,
+    8 on an accelerator, where each read waits for the queue, 0 (never) without values."""
+    if not readable(tensor):
+        return 0
+    return 1 if tensor.device.type == "cpu" else ACCELERATOR_READ_INTERVAL
+
+
+def has_allocator_statistics(device: torch.device | str) -> bool:
+    """Whether the allocator of `device` counts its bytes: accelerators do, the CPU does not."""
+    return torch.device(device).type not in ("cpu", "meta")
+
+
+def peak_allocated(function: Callable[[], object], device: torch.device | str) -> int:
+    """The most bytes that `function` had allocated on an accelerator, above those at its start."""
+    device = torch.device(device)
+    synchronize(device)
+    before = torch.accelerator.memory_allocated(device)
+    torch.accelerator.reset_peak_memory_stats(device)
+    function()
+    synchronize(device)
+    return torch.accelerator.max_memory_allocated(device) - before
+
+
+def describe(device: torch.device | str) -> str:
+    """The product name of an accelerator, or the device's type where it has none.
+
+    >>> describe("cpu")
+    'cpu'
+    """
+    device = torch.device(device)
+    if device.type in ("cpu", "meta"):
+        return device.type
+    named = getattr(torch.get_device_module(device), "get_device_name", None)
+    return str(named(device)) if named is not None else device.type

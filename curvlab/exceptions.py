@@ -1,0 +1,51 @@
+"""Every error curvlab raises on purpose.
+
+Each message says what was given, what was expected and what to do. All derive from
+`CurvlabError`, so a caller can tell a mistake of its own from a defect of curvlab; each also
+derives from the built-in that fits, so ordinary `except ValueError` works too.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CurvlabError",
+    "DataError",
+    "PairError",
+    "ProblemError",
+    "SolveError",
+    "SpecError",
+    "StaleError",
+    "StoreError",
+]
+
+
+class CurvlabError(Exception):
+    """Base class of all errors that curvlab raises on purpose."""
+
+
+class ProblemError(CurvlabError, ValueError):
+    """A model, criterion or batch that cannot be analysed: names the layer or argument."""
+
+
+class SpecError(CurvlabError, ValueError):
+    """An unknown name or field in a `name[key=value]` spec: lists the known ones."""
+
+
+class PairError(CurvlabError, ValueError):
+    """A provider and a solver that do not go together: says what to use instead."""
+
+
+class SolveError(CurvlabError, RuntimeError):
+    """A linear solve that failed: names the layer, the reason and the advice."""
+
+
+class StaleError(CurvlabError, RuntimeError):
+    """A curvature used after the parameters or the batch it was computed from have changed."""
+
+
+class DataError(CurvlabError, RuntimeError):
+    """A data set that is missing, truncated or corrupt: names the file and what to do."""
+
+
+class StoreError(CurvlabError, RuntimeError):
+    """A results store that cannot be read or written: names the file and the line."""

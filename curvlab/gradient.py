@@ -1,0 +1,103 @@
+"""The gradient E[∇ξ], kept as factors: G^t = Sᵀ diag(c) H, formed only when it is asked for.
+
+With H the layer's inputs and S the gradients at its output (a row each for every row of the
+batch, with weights c that sum to one): ∇_W = Sᵀ diag(c) H and ∇_b = Sᵀ c.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from curvlab.linalg import GramFactor
+from curvlab.recording import LayerRecord, Recording
+
+__all__ = ["Gradient", "RowGradient", "accumulate_gradient"]
+
+
+@dataclass(frozen=True, eq=False)
+class RowGradient:
+    """G = Sᵀ diag(c) H for one weight, with S the output gradients' rows and H the inputs'."""
+
+    gradients: GramFactor
+    inputs: GramFactor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The weight's shape."""
+        return (self.gradients.size, self.inputs.size)
+
+    def form(self) -> Tensor:
+        """G itself."""
+        return (self.gradients.rows * self.gradients.root.square()[:, None]).T @ self.inputs.rows
+
+    def square_norm(self) -> Tensor:
+        """‖G‖² = Σ (S Sᵀ ⊙ H Hᵀ), weighted, with no G."""
+        return (self.gradients.gram * self.inputs.gram).sum().clamp(min=0)
+
+
+class Gradient(Mapping[str, Tensor]):
+    """{parameter name: E[gradient]}; a weight's entry is formed each time it is read.
+
+    Keep a tensor you need twice; `factored(name)` gives the entry as it is held.
+    """
+
+    def __init__(self, entries: Mapping[str, Tensor | RowGradient]) -> None:
+        self._entries = dict(entries)
+
+    def __getitem__(self, name: str) -> Tensor:
+        entry = self._entries[name]
+        return entry.form() if isinstance(entry, RowGradient) else entry
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __repr__(self) -> str:
+        return f"Gradient({', '.join(f'{n}: {tuple(e.shape)}' for n, e in self._entries.items())})"
+
+    def factored(self, name: str) -> Tensor | RowGradient:
+        """The entry as it is held: a tensor, or the factors of one."""
+        return self._entries[name]
+
+    def norm(self) -> Tensor:
+        """‖E[∇ξ]‖ over all parameters, with no weight gradient formed."""
+        squares = [
+            e.square_norm() if isinstance(e, RowGradient) else e.square().sum() for e in self._entries.values()
+        ]
+        return torch.stack(squares).sum().sqrt()
+
+
+def accumulate_gradient(recordings: Iterable[Recording]) -> Gradient:
+    """The gradient of one batch, in factors, or of several, as running sums."""
+    sums: dict[str, Tensor] = {}
+    weight: Tensor | None = None
+    first: Gradient | None = None
+    for recording in recordings:
+        current = Gradient({name: e for record in recording.layers for name, e in _entries(record).items()})
+        if first is None and weight is None:
+            first, weight = current, recording.total_weight
+            continue
+        if first is not None:
+            sums = {name: first[name] * weight for name in first}
+            first = None
+        for name in current:
+            sums[name].add_(current[name] * recording.total_weight)
+        weight = weight + recording.total_weight
+    if first is not None:
+        return first
+    return Gradient({name: total / weight for name, total in sums.items()})
+
+
+def _entries(record: LayerRecord) -> dict[str, Tensor | RowGradient]:
+    entries: dict[str, Tensor | RowGradient] = {}
+    if record.layer.weight_name is not None:
+        entries[record.layer.weight_name] = RowGradient(record.gradients, record.inputs)
+    if record.layer.bias_name is not None:
+        entries[record.layer.bias_name] = record.gradients.mean
+    return entries

@@ -1,0 +1,28 @@
+"""The small algebra: symmetric factors, Kronecker and matrix-free blocks, PosEig, CG.
+
+Nothing here knows of networks; nothing here imports the rest of curvlab.
+"""
+
+from __future__ import annotations
+
+from curvlab.linalg.blocks import Block, FactorBlock, KroneckerBlock, OperatorBlock
+from curvlab.linalg.factors import DenseFactor, Factor, GramFactor, RankOneFactor
+from curvlab.linalg.poseig import poseig, poseig_diagonal
+from curvlab.linalg.product import Product
+from curvlab.linalg.symmetric import congruence, gram
+
+__all__ = [
+    "Block",
+    "DenseFactor",
+    "Factor",
+    "FactorBlock",
+    "GramFactor",
+    "KroneckerBlock",
+    "OperatorBlock",
+    "Product",
+    "RankOneFactor",
+    "congruence",
+    "gram",
+    "poseig",
+    "poseig_diagonal",
+]

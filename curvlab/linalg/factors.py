@@ -1,0 +1,259 @@
+"""Symmetric factors: the two sides of a Kronecker block.
+
+A factor is a symmetric n × n matrix held in the form that is cheapest for it:
+
+    dense       F
+    Gram        F = Hᵀ diag(c) H     rows h_i (m × n) with their weights c_i ≥ 0 in the mean
+    rank one    F = v vᵀ
+
+One set of rules serves all: products, traces, norms and spectra never leave the smaller side.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any, ClassVar, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from curvlab.linalg.symmetric import gram
+
+__all__ = ["DenseFactor", "Factor", "GramFactor", "RankOneFactor"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Factor(ABC):
+    """A symmetric n × n matrix in one of three forms."""
+
+    kind: ClassVar[str]
+    _memo: dict[Any, Any] = field(default_factory=dict, repr=False, kw_only=True)
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """n, the number of rows."""
+
+    @property
+    @abstractmethod
+    def rank_bound(self) -> int:
+        """The rank cannot exceed this."""
+
+    @abstractmethod
+    def matmul(self, x: Tensor) -> Tensor:
+        """F x for x of n rows."""
+
+    @abstractmethod
+    def to_dense(self) -> Tensor:
+        """F as a matrix (kept once formed)."""
+
+    @abstractmethod
+    def trace(self) -> Tensor:
+        """tr F."""
+
+    @abstractmethod
+    def diagonal(self) -> Tensor:
+        """The diagonal of F."""
+
+    @abstractmethod
+    def frobenius_norm(self) -> Tensor:
+        """‖F‖_F."""
+
+    @abstractmethod
+    def eigvalsh(self) -> Tensor:
+        """All n eigenvalues, ascending."""
+
+    def remember(self, key: Any, make: Callable[[], T]) -> T:
+        """What `make` returns, computed once for each `key`: solvers share factorisations here."""
+        if key not in self._memo:
+            self._memo[key] = make()
+        return self._memo[key]  # type: ignore[no-any-return]
+
+    def quadratic(self, rows: Tensor) -> Tensor:
+        """xᵀ F x for each row x."""
+        return (self.matmul(rows.T).T * rows).sum(1)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that define the factor, by field name."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "_memo"}
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """The factor with `function` applied to each of its tensors."""
+        return type(self)(**{name: function(value) for name, value in self.tensors().items()})
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors that define the factor."""
+        return sum(t.numel() * t.element_size() for t in self.tensors().values())
+
+    @property
+    def example(self) -> Tensor:
+        """One of its tensors: knows the dtype and the device."""
+        return next(iter(self.tensors().values()))
+
+
+@dataclass(frozen=True, eq=False)
+class DenseFactor(Factor):
+    """A symmetric matrix as it is.
+
+    >>> DenseFactor(torch.eye(3)).trace().item()
+    3.0
+    """
+
+    kind: ClassVar[str] = "dense"
+    matrix: Tensor
+
+    @property
+    def size(self) -> int:
+        return self.matrix.shape[0]
+
+    @property
+    def rank_bound(self) -> int:
+        return self.size
+
+    def matmul(self, x: Tensor) -> Tensor:
+        return self.matrix @ x
+
+    def to_dense(self) -> Tensor:
+        return self.matrix
+
+    def trace(self) -> Tensor:
+        return self.matrix.trace()
+
+    def diagonal(self) -> Tensor:
+        return self.matrix.diagonal()
+
+    def frobenius_norm(self) -> Tensor:
+        return torch.linalg.matrix_norm(self.matrix)
+
+    def eigvalsh(self) -> Tensor:
+        return self.remember("eigvalsh", lambda: torch.linalg.eigvalsh(self.matrix))
+
+
+@dataclass(frozen=True, eq=False)
+class GramFactor(Factor):
+    """F = Hᵀ diag(c) H, with `rows` = H (m × n) and `root` = √c (m).
+
+    The rows are not copied: the wide dimension n appears only in the m × m Gram matrix
+    K = diag(√c) H Hᵀ diag(√c), which is computed when first asked for.
+
+    >>> f = GramFactor(torch.tensor([[1.0, 2.0, 2.0]]), torch.tensor([0.5]))
+    >>> f.size, f.gram.item(), f.trace().item()
+    (3, 2.25, 2.25)
+    """
+
+    kind: ClassVar[str] = "gram"
+    rows: Tensor
+    root: Tensor
+
+    @property
+    def size(self) -> int:
+        return self.rows.shape[1]
+
+    @property
+    def rank_bound(self) -> int:
+        return min(self.rows.shape)
+
+    @cached_property
+    def mean(self) -> Tensor:
+        """Σ c_i h_i: the weighted mean of the rows where the weights sum to one."""
+        return self.root.square() @ self.rows
+
+    @cached_property
+    def centred_gram(self) -> Tensor:
+        """√c_i √c_j (h_i - h̄)·(h_j - h̄), with h̄ the weighted mean."""
+        return self._scale(gram(self.rows, self.mean))
+
+    @cached_property
+    def gram(self) -> Tensor:
+        """K = √c_i √c_j h_i·h_j."""
+        return self._scale(gram(self.rows))
+
+    def _scale(self, matrix: Tensor) -> Tensor:
+        return matrix.mul_(self.root[:, None]).mul_(self.root)
+
+    def scaled_rows(self) -> Tensor:
+        """diag(√c) H, a copy."""
+        return self.rows * self.root[:, None]
+
+    @property
+    def narrow(self) -> bool:
+        """Whether there are fewer rows than columns, so that K is the smaller side."""
+        return self.rows.shape[0] < self.rows.shape[1]
+
+    def matmul(self, x: Tensor) -> Tensor:
+        return self.rows.T @ (self.root.square()[:, None] * (self.rows @ x))
+
+    def to_dense(self) -> Tensor:
+        return self.remember("dense", lambda: gram(self.scaled_rows().T))
+
+    def trace(self) -> Tensor:
+        if "gram" in self.__dict__:
+            return self.gram.trace()
+        return self.remember("trace", lambda: self.root.square() @ row_square_norms(self.rows))
+
+    def diagonal(self) -> Tensor:
+        return self.root.square() @ self.rows.square()
+
+    def frobenius_norm(self) -> Tensor:
+        return torch.linalg.matrix_norm(self.gram if self.narrow else self.to_dense())
+
+    def eigvalsh(self) -> Tensor:
+        return self.remember("eigvalsh", self._eigvalsh)
+
+    def _eigvalsh(self) -> Tensor:
+        if not self.narrow:
+            return torch.linalg.eigvalsh(self.to_dense())
+        nonzero = torch.linalg.eigvalsh(self.gram)
+        return torch.cat([nonzero.new_zeros(self.size - len(nonzero)), nonzero]).sort().values
+
+
+@dataclass(frozen=True, eq=False)
+class RankOneFactor(Factor):
+    """F = v vᵀ.
+
+    >>> RankOneFactor(torch.tensor([3.0, 4.0])).frobenius_norm().item()
+    25.0
+    """
+
+    kind: ClassVar[str] = "rank-one"
+    vector: Tensor
+
+    @property
+    def size(self) -> int:
+        return len(self.vector)
+
+    @property
+    def rank_bound(self) -> int:
+        return 1
+
+    def matmul(self, x: Tensor) -> Tensor:
+        projection = self.vector @ x
+        return torch.outer(self.vector, projection) if x.ndim == 2 else self.vector * projection
+
+    def to_dense(self) -> Tensor:
+        return torch.outer(self.vector, self.vector)
+
+    def trace(self) -> Tensor:
+        return self.vector @ self.vector
+
+    def diagonal(self) -> Tensor:
+        return self.vector.square()
+
+    def frobenius_norm(self) -> Tensor:
+        return self.trace()
+
+    def eigvalsh(self) -> Tensor:
+        eigenvalues = self.vector.new_zeros(self.size)
+        eigenvalues[-1] = self.trace()
+        return eigenvalues
+
+
+def row_square_norms(rows: Tensor) -> Tensor:
+    """‖h_i‖² for each row, with no temporary of the rows' size."""
+    return torch.linalg.vector_norm(rows, dim=1).square()

@@ -1,0 +1,59 @@
+"""Products that are symmetric, at about half the multiplications.
+
+    gram(X) = X Xᵀ          congruence(W, B) = Wᵀ B W  with B symmetric
+
+torch has no symmetric rank-k update, so both compute block rows of the lower triangle and mirror
+them. Blocks are large enough that each product still runs at the speed of a plain one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["congruence", "gram"]
+
+BLOCK = 192
+COLUMN_CHUNK = 8192
+
+
+def gram(rows: Tensor, centre: Tensor | None = None) -> Tensor:
+    """X Xᵀ for X = rows, or (X - 1cᵀ)(X - 1cᵀ)ᵀ where a `centre` c is given.
+
+    The centred copy is made a chunk of columns at a time, so it stays in the cache and the
+    subtraction costs neither memory nor, in float32, the digits that centring a finished
+    X Xᵀ would lose.
+
+    >>> gram(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist()
+    [[5.0, 11.0], [11.0, 25.0]]
+    """
+    if centre is None:
+        return _lower_to_full(rows, rows)
+    total = rows.new_zeros(rows.shape[0], rows.shape[0])
+    for chunk, offset in zip(rows.split(COLUMN_CHUNK, dim=1), centre.split(COLUMN_CHUNK), strict=True):
+        centred = chunk - offset
+        total += _lower_to_full(centred, centred)
+    return total
+
+
+def congruence(weight: Tensor, matrix: Tensor) -> Tensor:
+    """Wᵀ B W for a symmetric B.
+
+    >>> congruence(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0]])).tolist()
+    [[3.0, 6.0], [6.0, 12.0]]
+    """
+    return _lower_to_full(weight.T, (matrix @ weight).T)
+
+
+def _lower_to_full(left: Tensor, right: Tensor) -> Tensor:
+    """The symmetric matrix left rightᵀ, from its lower triangle of blocks."""
+    n = left.shape[0]
+    if n <= 2 * BLOCK:
+        return left @ right.T
+    out = left.new_empty(n, n)
+    for start in range(0, n, BLOCK):
+        stop = min(start + BLOCK, n)
+        block_row = left[start:stop] @ right[:stop].T
+        out[start:stop, :stop] = block_row
+        out[:start, start:stop] = block_row[:, :start].T
+    return out
