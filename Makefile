@@ -57,7 +57,7 @@ format: $(STAMP) ## format the code and mend what ruff can
 
 bench: $(STAMP) ## run the benchmarks once in this environment
 	$(say) 'asv, quick'
-	@$(BIN)/asv machine --yes
+	@$(BIN)/asv machine --yes >/dev/null
 	@$(ONE_THREAD) $(BIN)/asv run --quick --show-stderr --python=same $(ARGS)
 
 asv-check: $(STAMP) ## check that every benchmark is found and valid
