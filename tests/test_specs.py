@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal, Optional
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from curvlab import specs
@@ -225,6 +225,7 @@ def test_build_refuses_a_field_that_no_text_can_give() -> None:
         specs.canonical("opaque", Opaque(len))
 
 
+@example(Everything(size=float("inf")))
 @given(everything)
 def test_canonical_text_reads_back_to_an_equal_value(value: Everything) -> None:
     text = specs.canonical("everything", value)
