@@ -3,8 +3,15 @@
 from curvlab.activations.base import Activation
 from curvlab.activations.elementwise import Elementwise, elementwise
 from curvlab.activations.lookup import FUNCTIONS, NAMES, activation_of, by_name, module_of
-from curvlab.activations.piecewise_linear import Hardtanh, Identity, LeakyReLU, PiecewiseLinear, ReLU
-from curvlab.activations.smooth import ELU, GELU, Sigmoid, SiLU, Softplus, Tanh, TanhGELU
+from curvlab.activations.piecewise_linear import (
+    Hardsigmoid,
+    Hardtanh,
+    Identity,
+    LeakyReLU,
+    PiecewiseLinear,
+    ReLU,
+)
+from curvlab.activations.smooth import ELU, GELU, Mish, Sigmoid, SiLU, Softplus, Tanh, TanhGELU
 
 __all__ = [
     "ELU",
@@ -13,9 +20,11 @@ __all__ = [
     "NAMES",
     "Activation",
     "Elementwise",
+    "Hardsigmoid",
     "Hardtanh",
     "Identity",
     "LeakyReLU",
+    "Mish",
     "PiecewiseLinear",
     "ReLU",
     "SiLU",

@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from curvlab.activations.base import Activation
 from curvlab.activations.elementwise import Elementwise
-from curvlab.activations.piecewise_linear import Hardtanh, Identity, LeakyReLU, ReLU
-from curvlab.activations.smooth import ELU, GELU, Sigmoid, SiLU, Softplus, Tanh, TanhGELU
+from curvlab.activations.piecewise_linear import Hardsigmoid, Hardtanh, Identity, LeakyReLU, ReLU
+from curvlab.activations.smooth import ELU, GELU, Mish, Sigmoid, SiLU, Softplus, Tanh, TanhGELU
 from curvlab.device import readable
 from curvlab.specs import unknown
 
@@ -72,10 +72,12 @@ MODULES: dict[type[nn.Module], Callable[[Any], Activation | None]] = {
     nn.LeakyReLU: lambda module: LeakyReLU(float(module.negative_slope)),
     nn.PReLU: _frozen_slope,
     nn.Hardtanh: lambda module: Hardtanh(float(module.min_val), float(module.max_val)),
+    nn.Hardsigmoid: lambda _: Hardsigmoid(),
     nn.Sigmoid: lambda _: Sigmoid(),
     nn.Tanh: lambda _: Tanh(),
     nn.Softplus: lambda module: Softplus(float(module.beta), float(module.threshold)),
     nn.SiLU: lambda _: SiLU(),
+    nn.Mish: lambda _: Mish(),
     nn.ELU: lambda module: ELU(float(module.alpha)),
     nn.GELU: lambda module: _gelu(module.approximate),
 }
@@ -83,10 +85,8 @@ MODULES: dict[type[nn.Module], Callable[[Any], Activation | None]] = {
 ELEMENTWISE_TYPES = (
     nn.CELU,
     nn.Hardshrink,
-    nn.Hardsigmoid,
     nn.Hardswish,
     nn.LogSigmoid,
-    nn.Mish,
     nn.SELU,
     nn.Softshrink,
     nn.Softsign,
@@ -147,5 +147,6 @@ FUNCTIONS: dict[Callable[..., Any] | str, Callable[..., Activation]] = {
     functional.selu: _from_settings(nn.SELU),
     functional.softsign: _from_settings(nn.Softsign),
     functional.logsigmoid: _from_settings(nn.LogSigmoid),
-    functional.mish: _from_settings(nn.Mish),
+    functional.mish: _fixed(Mish()),
+    functional.hardsigmoid: _fixed(Hardsigmoid()),
 }

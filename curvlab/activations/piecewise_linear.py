@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from curvlab.activations.base import Activation
 
-__all__ = ["Hardtanh", "Identity", "LeakyReLU", "PiecewiseLinear", "ReLU"]
+__all__ = ["Hardsigmoid", "Hardtanh", "Identity", "LeakyReLU", "PiecewiseLinear", "ReLU"]
 
 
 class PiecewiseLinear(Activation):
@@ -95,3 +95,19 @@ class Hardtanh(PiecewiseLinear):
     def first(self, z: Tensor, h: Tensor) -> Tensor:
         """Give 1 strictly inside, else 0."""
         return ((z > self.min_val) & (z < self.max_val)).to(z.dtype)
+
+
+@dataclass(frozen=True)
+class Hardsigmoid(PiecewiseLinear):
+    """σ(z) = z/6 + ½ between -3 and 3, constant outside."""
+
+    name: ClassVar[str] = "hardsigmoid"
+    lipschitz: ClassVar[float] = 1 / 6
+
+    def value(self, z: Tensor) -> Tensor:
+        """Give z/6 + ½ clipped to [0, 1]."""
+        return functional.hardsigmoid(z)
+
+    def first(self, z: Tensor, h: Tensor) -> Tensor:
+        """Give 1/6 strictly inside, else 0."""
+        return (z.abs() < 3).to(z.dtype) / 6

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from curvlab.activations.base import Activation
 
-__all__ = ["ELU", "GELU", "SiLU", "Sigmoid", "Softplus", "Tanh", "TanhGELU"]
+__all__ = ["ELU", "GELU", "Mish", "SiLU", "Sigmoid", "Softplus", "Tanh", "TanhGELU"]
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,9 @@ class Softplus(Activation):
     def derivatives(self, z: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         """Give σ' = sigmoid(βz) and σ'' = β σ' (1 - σ')."""
         slope = self.first(z, h)
-        return slope, (slope - slope.square()).mul_(self.beta)
+        # At the threshold itself torch's first derivative is still curved, its second is not.
+        second = (slope - slope.square()).mul_(self.beta)
+        return slope, second.masked_fill_(self.beta * z >= self.threshold, 0.0)
 
 
 @dataclass(frozen=True)
@@ -173,13 +175,40 @@ class TanhGELU(Activation):
         return self.derivatives(z, h)[0]
 
     def derivatives(self, z: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-        """Give σ' = ½ (1 + t) + ½ z s u' and σ'' = s u' + ½ z s (u'' - 2 t u'²), where s = 1 - t²."""
-        z = z.clamp(-10, 10)  # beyond, s is zero in every dtype while u may be infinite
+        """Give σ' = p + ½ z s u' and σ'' = s u' + ½ z s (u'' - 2 t u'²), where p = ½ (1 + t), s = 1 - t²."""
+        z = z.clamp(-10, 10)  # beyond, s vanishes in every dtype while u may be infinite
         square, scale = z.square(), math.sqrt(2 / math.pi)
-        t = torch.tanh(scale * z * (1 + 0.044715 * square))
-        s = 1 - t.square()
+        p, t, s = _tanh_parts(scale * z * (1 + 0.044715 * square))
         u1, u2 = scale * (1 + 3 * 0.044715 * square), scale * 6 * 0.044715 * z
-        return (1 + t + z * s * u1) / 2, s * (u1 + z / 2 * (u2 - 2 * t * u1.square()))
+        return p + z / 2 * s * u1, s * (u1 + z / 2 * (u2 - 2 * t * u1.square()))
+
+
+@dataclass(frozen=True)
+class Mish(Activation):
+    """σ(z) = z t, t = tanh u, u = log(1 + eᶻ); σ' is largest at z = 1.49057118."""
+
+    name: ClassVar[str] = "mish"
+    lipschitz: ClassVar[float] = 1.088498161251728
+
+    def value(self, z: Tensor) -> Tensor:
+        """Give z tanh(log(1 + eᶻ))."""
+        return functional.mish(z)
+
+    def first(self, z: Tensor, h: Tensor) -> Tensor:
+        """Give t + z s u'."""
+        return self.derivatives(z, h)[0]
+
+    def derivatives(self, z: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        """Give σ' = t + z s u' and σ'' = s (2 u' + z (u'' - 2 t u'²)), where s = 1 - t², u' = sigmoid(z)."""
+        _, t, s = _tanh_parts(-functional.logsigmoid(-z))
+        u1 = z.sigmoid()
+        return t + z * s * u1, s * (2 * u1 + z * (u1 * (1 - u1) - 2 * t * u1.square()))
+
+
+def _tanh_parts(u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Give ½ (1 + t), t = tanh u and 1 - t², the last without the cancellation of its formula."""
+    p, q = (2 * u).sigmoid(), (-2 * u).sigmoid()
+    return p, u.tanh(), 4 * p * q
 
 
 def _density(z: Tensor) -> Tensor:
