@@ -1,0 +1,182 @@
+"""A data set: training and test examples, and batches of them that any run can repeat.
+
+The order of an epoch is a function of (seed, epoch) alone; a run that stopped after batch b
+continues with `batches(…, start=b)` and sees exactly what it would have seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from curvlab.data.inputs import Inputs
+from curvlab.data.splits import permutation, stratified_subset
+from curvlab.exceptions import DataError, SpecError
+
+__all__ = ["Batches", "Dataset", "Examples"]
+
+
+@dataclass(frozen=True, eq=False)
+class Examples:
+    """Inputs with their targets.
+
+    Targets are class indices (int64), values (floating point, (examples, outputs)), or `None` where
+    the inputs are their own targets.
+    """
+
+    inputs: Inputs
+    targets: Tensor | None
+
+    def __post_init__(self) -> None:
+        if self.targets is not None and len(self.targets) != len(self.inputs):
+            raise DataError(f"{len(self.inputs)} inputs and {len(self.targets)} targets; give as many")
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    @property
+    def features(self) -> int:
+        """Length of one input row."""
+        return self.inputs.features
+
+    @property
+    def labels(self) -> Tensor | None:
+        """The targets where they are class indices, else `None`."""
+        if self.targets is None or self.targets.is_floating_point():
+            return None
+        return self.targets
+
+    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of these examples."""
+        rows = self.inputs.rows(indices)
+        return rows, rows if self.targets is None else self.targets[indices]
+
+    def all(self) -> tuple[Tensor, Tensor]:
+        """Every example in one batch; mind the memory with large images."""
+        return self.batch(torch.arange(len(self)))
+
+    def in_order(self, batch_size: int) -> Batches:
+        """Every example once, in the order they are kept: for evaluation."""
+        return Batches(self, torch.arange(len(self)), batch_size)
+
+    def select(self, indices: Tensor) -> Examples:
+        """These examples only."""
+        return Examples(self.inputs.select(indices), None if self.targets is None else self.targets[indices])
+
+    def subset(self, count: int, seed: int = 0) -> Examples:
+        """`count` of them drawn by `seed`, each class in proportion."""
+        return self.select(stratified_subset(self.labels, len(self), count, seed))
+
+    def to(self, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Examples:
+        """The same examples on `device`, inputs and real targets in `dtype`; labels stay int64."""
+        targets = self.targets
+        if targets is not None:
+            targets = targets.to(device) if self.labels is not None else targets.to(device, dtype)
+        return Examples(self.inputs.to(device, dtype), targets)
+
+
+@dataclass(frozen=True, eq=False)
+class Batches:
+    """An iterable of (inputs, targets), the same each time it is iterated over."""
+
+    examples: Examples
+    order: Tensor
+    batch_size: int
+    drop_last: bool = False
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise SpecError(f"batch size is {self.batch_size}; use 1 or more")
+        if self.drop_last and self.batch_size > len(self.order):
+            raise DataError(
+                f"batch size {self.batch_size} with drop_last leaves no batch of {len(self.order)} examples; "
+                f"use a batch size of at most {len(self.order)}"
+            )
+        if not 0 <= self.start <= self._total:
+            raise DataError(f"start is batch {self.start}; use 0 to {self._total}, the batches of the epoch")
+
+    @property
+    def _total(self) -> int:
+        full, rest = divmod(len(self.order), self.batch_size)
+        return full + (rest > 0 and not self.drop_last)
+
+    def __len__(self) -> int:
+        """Batches from `start` on."""
+        return self._total - self.start
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for index in range(self.start, self._total):
+            first = index * self.batch_size
+            yield self.examples.batch(self.order[first : first + self.batch_size])
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """Training and test examples; `note` says where they are from and how they were standardised.
+
+    >>> from curvlab.data import dataset
+    >>> digits = dataset("digits").load(seed=0)
+    >>> digits.features, digits.outputs, len(digits.batches(100, seed=0, epoch=0))
+    (64, 10, 15)
+    """
+
+    name: str
+    train: Examples
+    test: Examples
+    class_names: tuple[str, ...]
+    note: str
+
+    @property
+    def classes(self) -> int | None:
+        """How many classes, or `None` for regression."""
+        return len(self.class_names) or None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of one example before it is flattened."""
+        return self.train.inputs.shape
+
+    @property
+    def features(self) -> int:
+        """Inputs a network for this data has."""
+        return self.train.features
+
+    @property
+    def outputs(self) -> int:
+        """Outputs a network for this data has: the classes, or the columns of the targets."""
+        if self.class_names:
+            return len(self.class_names)
+        return self.features if self.train.targets is None else self.train.targets.shape[1]
+
+    def batches(
+        self, batch_size: int, seed: int = 0, epoch: int = 0, *, drop_last: bool = False, start: int = 0
+    ) -> Batches:
+        """The training examples in the order that (seed, epoch) gives them, from batch `start` on."""
+        order = permutation(len(self.train), seed, "shuffle", epoch)
+        return Batches(self.train, order, batch_size, drop_last, start)
+
+    def subset(self, train: int | None = None, test: int | None = None, seed: int = 0) -> Dataset:
+        """Fewer examples, drawn by `seed` with each class in proportion; `None` keeps them all."""
+        return replace(
+            self,
+            train=self.train if train is None else self.train.subset(train, seed),
+            test=self.test if test is None else self.test.subset(test, seed),
+        )
+
+    def to(self, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Dataset:
+        """The same data on `device` in `dtype`."""
+        return replace(self, train=self.train.to(device, dtype), test=self.test.to(device, dtype))
+
+    def reconstruction(self) -> Dataset:
+        """The same inputs as their own targets: what an autoencoder learns, with `mse`."""
+        return replace(
+            self,
+            train=replace(self.train, targets=None),
+            test=replace(self.test, targets=None),
+            class_names=(),
+            note=f"{self.note} Targets are the inputs themselves.",
+        )

@@ -1,0 +1,192 @@
+"""Where the inputs of examples come from: a tensor, 8-bit images in memory, or image files.
+
+All three give rows by index, flattened to (examples, features) in floating point. The last two
+standardise, and enlarge or decode, only what is asked for: CIFAR-10 at 224×224 would be 36 GB as
+float32, and is 184 MB as the 32×32 pixels it is kept in.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+from torch.nn.functional import interpolate
+
+from curvlab.data.standardise import Standardisation
+from curvlab.exceptions import DataError
+
+__all__ = ["FileInputs", "Inputs", "Interpolation", "PixelInputs", "TensorInputs", "decode", "resize"]
+
+Interpolation = Literal["bilinear", "nearest"]
+
+
+class Inputs(ABC):
+    """Rows of inputs by index."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """Shape of one example before it is flattened."""
+
+    @property
+    def features(self) -> int:
+        """Length of one row."""
+        return prod(self.shape)
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def rows(self, indices: Tensor) -> Tensor:
+        """The inputs of these examples, (examples, features)."""
+
+    @abstractmethod
+    def select(self, indices: Tensor) -> Inputs:
+        """The inputs of these examples, as a source of their own."""
+
+    @abstractmethod
+    def to(self, device: torch.device | str, dtype: torch.dtype) -> Inputs:
+        """The same source with rows on `device` in `dtype`."""
+
+
+@dataclass(frozen=True, eq=False)
+class TensorInputs(Inputs):
+    """Inputs that are a tensor, (examples, …), already in floating point.
+
+    >>> TensorInputs(torch.ones(3, 2, 2)).rows(torch.tensor([0, 2])).shape
+    torch.Size([2, 4])
+    """
+
+    values: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The tensor's own, without the examples."""
+        return tuple(self.values.shape[1:])
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """Rows of the tensor, flattened."""
+        return self.values[indices].flatten(1)
+
+    def select(self, indices: Tensor) -> TensorInputs:
+        """These examples as a source of their own."""
+        return TensorInputs(self.values[indices])
+
+    def to(self, device: torch.device | str, dtype: torch.dtype) -> TensorInputs:
+        """The tensor on `device` in `dtype`."""
+        return TensorInputs(self.values.to(device=device, dtype=dtype))
+
+
+@dataclass(frozen=True, eq=False)
+class PixelInputs(Inputs):
+    """Square images kept as 8-bit pixels (examples, channels, height, height), worked up by the batch.
+
+    They are standardised, and resized to `size` × `size` where that is not their own height. In
+    this order, as it is less work: interpolation weights sum to 1, so the result is the same.
+    """
+
+    pixels: Tensor
+    standardisation: Standardisation
+    size: int
+    interpolation: Interpolation = "bilinear"
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Channels, height and width after resizing."""
+        return (self.pixels.shape[1], self.size, self.size)
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """Pixels standardised, resized and flattened."""
+        images = self.standardisation.apply(self.pixels[indices].to(self.dtype))
+        if images.shape[-1] != self.size:
+            images = resize(images, self.size, self.interpolation)
+        return images.flatten(1)
+
+    def select(self, indices: Tensor) -> PixelInputs:
+        """These examples as a source of their own."""
+        return replace(self, pixels=self.pixels[indices])
+
+    def to(self, device: torch.device | str, dtype: torch.dtype) -> PixelInputs:
+        """The pixels on `device`, still 8-bit; rows in `dtype`."""
+        return replace(self, pixels=self.pixels.to(device), dtype=dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class FileInputs(Inputs):
+    """Image files, decoded to `size` × `size` × 3 when they are asked for, in threads."""
+
+    paths: tuple[Path, ...]
+    standardisation: Standardisation
+    size: int
+    dtype: torch.dtype = torch.float32
+    device: torch.device | str = "cpu"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Three channels, height and width."""
+        return (3, self.size, self.size)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """Images decoded, standardised and flattened."""
+        pixels = decode([self.paths[index] for index in indices.tolist()], self.size).to(self.device)
+        return self.standardisation.apply(pixels.to(self.dtype)).flatten(1)
+
+    def select(self, indices: Tensor) -> FileInputs:
+        """These examples as a source of their own."""
+        return replace(self, paths=tuple(self.paths[index] for index in indices.tolist()))
+
+    def to(self, device: torch.device | str, dtype: torch.dtype) -> FileInputs:
+        """Rows on `device` in `dtype`; the files stay where they are."""
+        return replace(self, device=device, dtype=dtype)
+
+
+def resize(images: Tensor, size: int, interpolation: Interpolation) -> Tensor:
+    """Square images (…, height, height) at size × size, as R X Rᵀ with R the interpolation in one dimension.
+
+    The same as `torch.nn.functional.interpolate` (corners not aligned), and three times as fast on a CPU.
+
+    >>> resize(torch.tensor([[0.0, 1.0], [0.0, 1.0]]), 4, "bilinear")[0]
+    tensor([0.0000, 0.2500, 0.7500, 1.0000])
+    """
+    unit = torch.eye(images.shape[-1], dtype=images.dtype, device=images.device)[None]
+    matrix = interpolate(unit, size=size, mode="linear" if interpolation == "bilinear" else "nearest")[0].T
+    return matrix @ images @ matrix.T
+
+
+def decode(paths: list[Path], size: int) -> Tensor:
+    """The images at `paths` as 8-bit pixels, (images, 3, size, size).
+
+    Each is cut to a centred square and resized to size × size by Pillow's bilinear filter.
+    """
+    with ThreadPoolExecutor() as pool:
+        images = list(pool.map(lambda path: _decode_one(path, size), paths))
+    return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2)
+
+
+def _decode_one(path: Path, size: int) -> np.ndarray:
+    try:
+        with Image.open(path) as image:
+            square = ImageOps.fit(image.convert("RGB"), (size, size), Image.Resampling.BILINEAR)
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise DataError(
+            f"{path}: not a readable image ({error}); replace the file or take it out of the folder"
+        ) from error
+    return np.asarray(square)
