@@ -1,0 +1,57 @@
+"""Data sets by name: deterministic, standardised by their training set, with flattened inputs.
+
+>>> digits = dataset("digits[train=1000]").load(seed=0)
+>>> inputs, targets = next(iter(digits.batches(100, seed=0, epoch=0)))
+>>> inputs.shape, targets.dtype
+(torch.Size([100, 64]), torch.int64)
+"""
+
+from __future__ import annotations
+
+from curvlab.data.cifar10 import Cifar10, Cifar10Enlarged
+from curvlab.data.dataset import Batches, Dataset, Examples
+from curvlab.data.digits import Digits
+from curvlab.data.image_folder import ImageFolder
+from curvlab.data.inputs import FileInputs, Inputs, PixelInputs, TensorInputs
+from curvlab.data.source import Source
+from curvlab.data.standardise import Standardisation
+from curvlab.data.synthetic import Synthetic, SyntheticRegression
+from curvlab.registry import Registry
+
+__all__ = [
+    "Batches",
+    "Cifar10",
+    "Cifar10Enlarged",
+    "Dataset",
+    "Digits",
+    "Examples",
+    "FileInputs",
+    "ImageFolder",
+    "Inputs",
+    "PixelInputs",
+    "Source",
+    "Standardisation",
+    "Synthetic",
+    "SyntheticRegression",
+    "TensorInputs",
+    "dataset",
+    "datasets",
+]
+
+datasets: Registry[Source] = Registry("data set")
+datasets.register("digits", Digits, "scikit-learn's 8×8 digits, embedded")
+datasets.register("cifar10", Cifar10, "CIFAR-10, downloaded once or from --data-dir")
+datasets.register("cifar10-224", Cifar10Enlarged, "CIFAR-10 enlarged to ImageNet's 224×224")
+datasets.register("image-folder", ImageFolder, "a folder of images for each class, from --data-dir")
+datasets.register("imagenet10", ImageFolder, "ten classes of an ImageNet folder, by the seed", classes=10)
+datasets.register("synthetic", Synthetic, "classes by a teacher network, any shape")
+datasets.register("synthetic-regression", SyntheticRegression, "real targets by a teacher network, any shape")
+
+
+def dataset(spec: str | Source) -> Source:
+    """The data set of a spec, `name` or `name[key=value,…]`, ready to `.load(seed, data_dir)`.
+
+    >>> dataset("synthetic[features=20,classes=3]").load().features
+    20
+    """
+    return datasets.make(spec)

@@ -1,0 +1,39 @@
+"""What can be loaded: a frozen configuration with one method, `load(seed, data_dir) -> Dataset`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+
+from curvlab.data.dataset import Dataset
+from curvlab.exceptions import SpecError
+
+__all__ = ["Source"]
+
+
+@dataclass(frozen=True)
+class Source(ABC):
+    """A data set by its settings.
+
+    `train` and `test` limit how many examples are used, drawn by the seed with each class in
+    proportion; standardisation is always that of the whole training set.
+    """
+
+    train: int | None = None
+    test: int | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("train", "test"):
+            count = getattr(self, field)
+            if count is not None and count < 1:
+                raise SpecError(f"{field} is {count}; use 1 or more examples, or leave it out for all")
+
+    def load(self, seed: int = 0, data_dir: str | Path | None = None) -> Dataset:
+        """The data set; `seed` fixes splits, subsets and synthetic draws, `data_dir` is where files are."""
+        folder = None if data_dir is None else Path(data_dir).expanduser()
+        return self._load(seed, folder).subset(self.train, self.test, seed)
+
+    @abstractmethod
+    def _load(self, seed: int, data_dir: Path | None) -> Dataset:
+        """The whole data set."""
