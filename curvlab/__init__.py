@@ -7,22 +7,29 @@
 
 from __future__ import annotations
 
-from curvlab import exceptions, providers
+from curvlab import exceptions, providers, solvers
 from curvlab.curvature import Curvature, Definiteness, LayerCurvature, StaleWarning
 from curvlab.gradient import Gradient
 from curvlab.problem import Problem
 from curvlab.providers import estimate
+from curvlab.solvers import Additive, Mixed, Solution, Status, solve
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Additive",
     "Curvature",
     "Definiteness",
     "Gradient",
     "LayerCurvature",
+    "Mixed",
     "Problem",
+    "Solution",
     "StaleWarning",
+    "Status",
     "estimate",
     "exceptions",
     "providers",
+    "solve",
+    "solvers",
 ]

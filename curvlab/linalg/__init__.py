@@ -8,7 +8,7 @@ from __future__ import annotations
 from curvlab.linalg.blocks import Block, FactorBlock, KroneckerBlock, OperatorBlock
 from curvlab.linalg.factors import DenseFactor, Factor, GramFactor, RankOneFactor
 from curvlab.linalg.poseig import poseig, poseig_diagonal
-from curvlab.linalg.product import Product
+from curvlab.linalg.product import RowProduct
 from curvlab.linalg.symmetric import congruence, gram
 
 __all__ = [
@@ -19,7 +19,7 @@ __all__ = [
     "GramFactor",
     "KroneckerBlock",
     "OperatorBlock",
-    "Product",
+    "RowProduct",
     "RankOneFactor",
     "congruence",
     "gram",

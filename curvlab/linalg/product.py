@@ -1,4 +1,9 @@
-"""A matrix kept as the product of two thin ones, X = L R, and formed only on demand."""
+"""Matrices whose rows lie in the row space of a Gram factor: X = M H', H' = diag(√c) H.
+
+The coefficients M (n × m) are all that is computed with; the wide dimension of H appears in the
+m × m Gram matrix K = H'H'ᵀ, which is the metric: ⟨M₁H', M₂H'⟩ = tr(M₁ K M₂ᵀ), and in the one product
+that adds X to a parameter.
+"""
 
 from __future__ import annotations
 
@@ -7,40 +12,51 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Product", "add_into", "form"]
+from curvlab.linalg.factors import GramFactor
+
+__all__ = ["RowProduct", "add_into", "form"]
 
 
 @dataclass(frozen=True, eq=False)
-class Product:
-    """X = left @ right with left (n × r) and right (r × p).
+class RowProduct:
+    """X = M diag(√c) H, formed only on demand.
 
-    >>> x = Product(torch.ones(2, 1), torch.ones(1, 3))
+    >>> x = RowProduct(torch.ones(2, 1), GramFactor(torch.ones(1, 3), torch.ones(1)))
     >>> x.shape, x.form().sum().item()
     ((2, 3), 6.0)
     """
 
-    left: Tensor
-    right: Tensor
+    coefficients: Tensor
+    gram: GramFactor
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Shape of the product."""
-        return (self.left.shape[0], self.right.shape[1])
+        """Shape of X."""
+        return (self.coefficients.shape[0], self.gram.size)
+
+    @property
+    def left(self) -> Tensor:
+        """M diag(√c), so that X = left @ H."""
+        return self.coefficients * self.gram.root
 
     def form(self) -> Tensor:
-        """The matrix itself."""
-        return self.left @ self.right
+        """X itself."""
+        return self.left @ self.gram.rows
+
+    def dot(self, other: RowProduct) -> Tensor:
+        """⟨X, Y⟩ for two matrices over the same rows."""
+        return (self.coefficients * (other.coefficients @ self.gram.gram)).sum()
 
 
-def form(value: Tensor | Product) -> Tensor:
-    """The matrix, whether it is kept as a product or not."""
-    return value.form() if isinstance(value, Product) else value
+def form(value: Tensor | RowProduct) -> Tensor:
+    """The matrix, whether it is kept in factors or not."""
+    return value.form() if isinstance(value, RowProduct) else value
 
 
-def add_into(target: Tensor, value: Tensor | Product, scale: float) -> None:
-    """target ← target + scale · value, in place and without forming a product."""
+def add_into(target: Tensor, value: Tensor | RowProduct, scale: float) -> None:
+    """target ← target + scale · value, in place; a product is added without being formed."""
     with torch.no_grad():
-        if isinstance(value, Product):
-            target.addmm_(value.left, value.right, alpha=scale)
+        if isinstance(value, RowProduct):
+            target.addmm_(value.left, value.gram.rows, alpha=scale)
         else:
             target.add_(value, alpha=scale)

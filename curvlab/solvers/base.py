@@ -1,0 +1,93 @@
+"""What a solver is: frozen configuration with two phases, timed apart.
+
+    prepare(layer, damping, gradient)   all that needs only the matrix: factorisations, bases
+    apply(state, gradient)              the direction
+
+`prepare` sees the gradient's form (not its values) to choose the coordinates it prepares for.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from curvlab.curvature import Curvature, LayerCurvature
+from curvlab.exceptions import PairError
+from curvlab.linalg import RowProduct
+from curvlab.linalg.cg import Outcome
+from curvlab.linalg.inputs import InputKind
+from curvlab.solvers.damping import Damping
+from curvlab.solvers.residual import System
+from curvlab.solvers.routes import Route
+from curvlab.solvers.sides import WeightGradient
+
+__all__ = ["Formulation", "LayerDirection", "LayerGradient", "Solver"]
+
+Formulation = Literal["reduced", "explicit"]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerGradient:
+    """The gradient of one layer's parameters (None: the parameter has no block)."""
+
+    weight: WeightGradient | None
+    bias: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class LayerDirection:
+    """What `apply` returns: the steps of one layer and how they were found.
+
+    `outcomes`, `iterations` and `history` have one column a system: the weight's, then the bias's;
+    None for a direct method.
+    """
+
+    weight: Tensor | RowProduct | None
+    bias: Tensor | None
+    system: System
+    route: str
+    rank: int
+    outcomes: Tensor | None = None
+    iterations: Tensor | None = None
+    history: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Solver(ABC):
+    """A rule that turns a curvature and a gradient into a direction."""
+
+    input_factor: ClassVar[InputKind] = "full"
+    needs_psd: ClassVar[bool] = True
+    needs_kronecker: ClassVar[bool] = True
+    tolerance: ClassVar[float | None] = None
+    route: Route = field(default="auto", kw_only=True)
+
+    @abstractmethod
+    def prepare(self, layer: LayerCurvature, damping: Damping, gradient: LayerGradient) -> object:
+        """All that needs only the matrix."""
+
+    @abstractmethod
+    def apply(self, state: object, gradient: LayerGradient) -> LayerDirection:
+        """The direction d, to be added to the parameters."""
+
+    def check(self, curvature: Curvature, name: str) -> None:
+        """Refuse a curvature the solver cannot work with, in a sentence."""
+        if self.needs_kronecker and curvature.matrix_free:
+            raise PairError(
+                f"`{name}` works on Kronecker factors; `{curvature.provider}` is matrix-free. "
+                f"Use `cg`, or one of `fisher`, `gauss-newton`, `pch-1`, `pch-2`"
+            )
+        if self.needs_psd and not curvature.psd:
+            raise PairError(
+                f"`{name}` needs a positive semi-definite curvature; `{curvature.provider}` with criterion "
+                f"`{curvature.criterion}` is indefinite here ({curvature.definiteness.why}). "
+                f"Use `pch-1`, `pch-2` or `fisher`, or solver `cg`, which stops at negative curvature"
+            )
+
+
+def converged(outcome: int) -> bool:
+    """Whether a system's own recursion says it converged."""
+    return outcome == Outcome.CONVERGED

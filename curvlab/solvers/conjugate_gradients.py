@@ -1,0 +1,161 @@
+"""Conjugate gradients on (s A ⊗ B + τI) d = -g, with either input factor: CG (full) and EA-CG (mean).
+
+The iteration runs in the coordinates of an input side (see `sides`), iterate for iterate the textbook
+one: with the mean input factor on n_t + 1 unknowns a layer, with the full one on n_t × m, whatever
+n_{t-1}. A matrix-free curvature is solved block by block (or, for a full Hessian, as a whole) as
+truncated Newton: negative curvature ends it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from curvlab import device
+from curvlab.curvature import LayerCurvature
+from curvlab.linalg import Factor, GramFactor
+from curvlab.linalg.cg import CGResult, conjugate_gradients
+from curvlab.linalg.factors import DenseFactor
+from curvlab.linalg.inputs import InputKind
+from curvlab.solvers.base import Formulation, LayerDirection, LayerGradient, Solver
+from curvlab.solvers.columns import Columns
+from curvlab.solvers.damping import Damping
+from curvlab.solvers.explicit import explicit_cg
+from curvlab.solvers.residual import DampedSystem
+from curvlab.solvers.routes import side_for
+from curvlab.solvers.sides import InputSide
+
+__all__ = ["CG", "EACG"]
+
+Preconditioner = Literal["none", "jacobi"]
+
+
+@dataclass(frozen=True, eq=False)
+class _State:
+    layer: LayerCurvature
+    output: Factor
+    damping: Damping
+    side: InputSide | None
+
+
+@dataclass(frozen=True)
+class CG(Solver):
+    """Conjugate gradients with the full input factor E[hhᵀ], or on a matrix-free curvature.
+
+    >>> CG(max_iter=50)
+    CG(route='auto', max_iter=50, tol=1e-10, formulation='reduced', preconditioner='none')
+    """
+
+    input_factor: ClassVar[InputKind] = "full"
+    needs_psd: ClassVar[bool] = False
+    needs_kronecker: ClassVar[bool] = False
+    max_iter: int = 20
+    tol: float = 1e-10
+    formulation: Formulation = field(default="reduced", kw_only=True)
+    preconditioner: Preconditioner = field(default="none", kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.max_iter < 0:
+            raise ValueError(f"max_iter={self.max_iter} must not be negative")
+        if not self.tol >= 0:
+            raise ValueError(f"tol={self.tol} must not be negative (it is relative to the right-hand side)")
+
+    def prepare(self, layer: LayerCurvature, damping: Damping, gradient: LayerGradient) -> _State:
+        assert layer.output is not None
+        side = None
+        if gradient.weight is not None:
+            side = side_for(layer, gradient.weight, self.input_factor, self.route, passes=self.max_iter)
+        columns = 2 if self.input_factor == "mean" or side is None else side.matrix.shape[0]
+        output = _cheapest(layer.output, self.max_iter * columns)
+        return _State(layer, output, damping, side)
+
+    def apply(self, state: object, gradient: LayerGradient) -> LayerDirection:
+        assert isinstance(state, _State)
+        system = DampedSystem(self.input_factor, state.damping.scale, state.damping.shift)
+        if self.formulation == "explicit":
+            return self._explicit(state, gradient, system)
+        side = state.side
+        weight = side.coordinates(gradient.weight) if side is not None and gradient.weight is not None else None
+        columns = Columns(state.output, state.damping, side, weight, gradient.bias)
+        result = self._iterate(columns)
+        x, scale, bias = columns.split(result.x)
+        direction = None
+        if side is not None and weight is not None and x is not None:
+            direction = side.assemble(weight, x, lambda y: torch.zeros_like(y) if scale is None else scale * y)
+        return self._direction(direction, bias, system, state, result)
+
+    def _iterate(self, columns: Columns) -> CGResult:
+        rhs = columns.right_hand_side()
+        index = columns.index(rhs)
+        systems = len(set(index.tolist())) if device.readable(index) else 1 + (columns.bias is not None)
+
+        def dot(x: Tensor, y: Tensor) -> Tensor:
+            sums = (x[0] * y[-1]).sum(0)
+            return sums.new_zeros(systems).index_add_(0, index, sums)
+
+        return conjugate_gradients(
+            columns.operator,
+            rhs,
+            dot=dot,
+            spread=lambda s: s[index],
+            max_iter=self.max_iter,
+            tol=self.tol,
+            read_interval=device.read_interval(rhs),
+        )
+
+    def _direction(self, weight, bias, system, state: _State, result: CGResult) -> LayerDirection:  # type: ignore[no-untyped-def]
+        route = state.side.route if state.side is not None else "bias"
+        return LayerDirection(
+            weight, bias, system, route, _rank(state, self.input_factor), result.outcomes, result.iterations, result.residuals
+        )  # fmt: skip
+
+    def _explicit(self, state: _State, gradient: LayerGradient, system: DampedSystem) -> LayerDirection:
+        interval = device.read_interval(state.output.example)
+        results = explicit_cg(
+            state.layer, gradient, state.damping, self.input_factor, self.max_iter, self.tol, interval
+        )
+        solved = [r.x for r in results]
+        weight = solved.pop(0) if gradient.weight is not None else None
+        bias = solved.pop(0) if gradient.bias is not None else None
+        return LayerDirection(
+            weight,
+            bias,
+            system,
+            "explicit",
+            _rank(state, self.input_factor),
+            torch.cat([r.outcomes for r in results]),
+            torch.cat([r.iterations for r in results]),
+            torch.nn.utils.rnn.pad_sequence([r.residuals[:, 0] for r in results], padding_value=float("nan")),
+        )
+
+
+@dataclass(frozen=True)
+class EACG(CG):
+    """Conjugate gradients with the mean input factor E[h]E[h]ᵀ: the paper's EA-CG.
+
+    >>> EACG(max_iter=20).input_factor
+    'mean'
+    """
+
+    input_factor: ClassVar[InputKind] = "mean"
+    needs_psd: ClassVar[bool] = True
+    needs_kronecker: ClassVar[bool] = True
+
+
+def _cheapest(factor: Factor, columns: int) -> Factor:
+    """A Gram factor as it is, or formed once where the products with `columns` columns are dearer than that."""
+    if not isinstance(factor, GramFactor):
+        return factor
+    m, n = factor.rows.shape
+    as_gram = 4.0 * m * n * columns
+    formed = 1.3 * m * n * n + 2.0 * n * n * columns
+    return factor if as_gram <= formed else DenseFactor(factor.to_dense())
+
+
+def _rank(state: _State, kind: InputKind) -> int:
+    if state.side is None or state.layer.inputs is None:
+        return state.output.rank_bound
+    return state.layer.inputs.factor(kind).rank_bound

@@ -1,0 +1,138 @@
+"""The factored inverse, with either input factor: KFI (full) and Sherman-Morrison KFI (mean).
+
+    D = -(B + √τ/π I)⁻¹ G (A + π√τ I)⁻¹        d = -(B + τ I)⁻¹ g for a bias
+
+On a side with coordinates G = X_G Z + G⊥ it is D = X Z + L G⊥ with
+
+    X = -(B + √τ/π I)⁻¹ X_G (Ã + π√τ I)⁻¹      L = -(B + √τ/π I)⁻¹ / (π√τ)
+
+so an n_t × n_t and an m × m factorisation are all it takes, whatever n_{t-1}.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from curvlab import device
+from curvlab.curvature import LayerCurvature
+from curvlab.linalg.inputs import InputKind
+from curvlab.linalg.inverse import shifted_inverse
+from curvlab.solvers import explicit
+from curvlab.solvers.base import Formulation, LayerDirection, LayerGradient, Solver
+from curvlab.solvers.damping import Damping
+from curvlab.solvers.pi import split
+from curvlab.solvers.residual import FactoredSystem
+from curvlab.solvers.routes import side_for
+from curvlab.solvers.sides import InputSide
+
+__all__ = ["KFI", "ShermanMorrisonKFI"]
+
+Inverse = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class _State:
+    """The factorisations of one layer."""
+
+    layer: LayerCurvature
+    side: InputSide | None
+    system: FactoredSystem
+    weight_inverse: Inverse | None
+    bias_inverse: Inverse | None
+    right_key: tuple[object, ...]
+    explicit: explicit.ExplicitInverse | None = None
+
+
+@dataclass(frozen=True)
+class KFI(Solver):
+    """Inverse of the damped Kronecker factors, with the full input factor E[hhᵀ].
+
+    >>> KFI(pi=1.0)
+    KFI(route='auto', pi=1.0, formulation='reduced')
+    """
+
+    input_factor: ClassVar[InputKind] = "full"
+    pi: float | None = field(default=None, kw_only=True)
+    formulation: Formulation = field(default="reduced", kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.pi is not None and not 0 < self.pi < float("inf"):
+            raise ValueError(f"pi={self.pi}: the split of the damping must be positive and finite (None: from traces)")
+
+    def prepare(self, layer: LayerCurvature, damping: Damping, gradient: LayerGradient) -> _State:
+        output = layer.output
+        assert output is not None
+        check = device.readable(output.example)
+        key = (self.input_factor, damping.shift, self.pi)
+        side = None
+        if gradient.weight is not None:
+            side = side_for(layer, gradient.weight, self.input_factor, self.route, passes=1)
+        system = self._system(layer, side, damping)
+        if self.formulation == "explicit":
+            prepared = explicit.ExplicitInverse.prepare(layer, system)
+            return _State(layer, None, system, None, None, key, prepared)
+        weight_inverse = bias_inverse = None
+        if side is not None:
+            weight_inverse = shifted_inverse(output, system.beta, ("weight", *key), check)
+            side.solve_right(side.matrix.new_zeros(0, side.matrix.shape[0]), system.gamma, key, check)
+        if gradient.bias is not None:
+            bias_inverse = shifted_inverse(output, damping.shift, ("bias", damping.shift), check)
+        return _State(layer, side, system, weight_inverse, bias_inverse, key)
+
+    def _system(self, layer: LayerCurvature, side: InputSide | None, damping: Damping) -> FactoredSystem:
+        output = layer.output
+        assert output is not None
+        one = torch.ones((), dtype=output.example.dtype, device=output.example.device)
+        if self.pi is not None:
+            pi = one * self.pi
+        elif side is None or layer.inputs is None:
+            pi = one
+        else:
+            pi = split(side.trace, layer.inputs.full.size, output.trace(), output.size)
+        root = damping.shift**0.5
+        return FactoredSystem(self.input_factor, root / pi, root * pi, damping.shift)
+
+    def apply(self, state: object, gradient: LayerGradient) -> LayerDirection:
+        assert isinstance(state, _State)
+        if state.explicit is not None:
+            weight, bias = state.explicit.apply(gradient)
+            return LayerDirection(weight, bias, state.system, "explicit", _rank(state, gradient))
+        weight = bias = None
+        if state.side is not None and gradient.weight is not None:
+            weight = self._weight(state, state.side, gradient)
+        if gradient.bias is not None and state.bias_inverse is not None:
+            bias = -state.bias_inverse(gradient.bias[:, None])[:, 0]
+        route = state.side.route if state.side is not None else "bias"
+        return LayerDirection(weight, bias, state.system, route, _rank(state, gradient))
+
+    def _weight(self, state: _State, side: InputSide, gradient: LayerGradient):  # type: ignore[no-untyped-def]
+        assert gradient.weight is not None
+        inverse, gamma = state.weight_inverse, state.system.gamma
+        assert inverse is not None
+        coordinates = side.coordinates(gradient.weight)
+        check = device.readable(coordinates.x)
+        x = -side.solve_right(inverse(coordinates.x), gamma, state.right_key, check)
+        return side.assemble(coordinates, x, lambda y: inverse(y) / -gamma)
+
+
+@dataclass(frozen=True)
+class ShermanMorrisonKFI(KFI):
+    """The same with the mean input factor E[h]E[h]ᵀ, inverted by the Sherman-Morrison formula.
+
+    >>> ShermanMorrisonKFI().input_factor
+    'mean'
+    """
+
+    input_factor: ClassVar[InputKind] = "mean"
+
+
+def _rank(state: _State, gradient: LayerGradient) -> int:
+    assert state.layer.output is not None
+    if gradient.weight is None or state.layer.inputs is None:
+        return state.layer.output.rank_bound
+    return state.layer.inputs.factor(state.system.kind).rank_bound

@@ -1,0 +1,207 @@
+"""A solution: the direction by parameter name, and how each block's system was solved.
+
+Directions stay in factors; residuals, inner products and statuses are computed when they are asked
+for, from the direction alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from curvlab.exceptions import SolveError
+from curvlab.linalg import RowProduct
+from curvlab.linalg.cg import Outcome
+from curvlab.linalg.product import add_into, form
+from curvlab.network import unwrap
+from curvlab.solvers.damping import Damping
+from curvlab.solvers.status import Status
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["BlockSolution", "Direction", "Measures", "Solution"]
+
+
+class Direction(Mapping[str, Tensor]):
+    """{parameter name: step}, to be added to the parameters; formed each time an entry is read."""
+
+    def __init__(self, entries: Mapping[str, Tensor | RowProduct]) -> None:
+        self._entries = dict(entries)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return form(self._entries[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def factored(self, name: str) -> Tensor | RowProduct:
+        """The entry as it is held: a tensor, or its factors."""
+        return self._entries[name]
+
+    def finite(self) -> dict[str, Tensor]:
+        """For each parameter a scalar tensor: whether its step is free of NaN and infinity.
+
+        A step in factors is finite where its coefficients and its rows are; the rows were checked
+        when they were recorded.
+        """
+        held = {n: e.coefficients if isinstance(e, RowProduct) else e for n, e in self._entries.items()}
+        return {name: torch.isfinite(t.sum()) for name, t in held.items()}
+
+
+class Measures:
+    """What can be asked of a solved block; a solver's own kind of system computes it."""
+
+    def residual(self) -> Tensor:
+        """Relative residual of the solver's own system."""
+        raise NotImplementedError
+
+    def residual_full(self) -> Tensor:
+        """Relative residual of (s E[hhᵀ] ⊗ B + τI) d = -g, which compares across solvers."""
+        raise NotImplementedError
+
+    def slope(self) -> Tensor:
+        """gᵀd."""
+        raise NotImplementedError
+
+    def quadratic(self) -> Tensor:
+        """dᵀCd with the undamped curvature."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, eq=False)
+class BlockSolution:
+    """How one block's system was solved."""
+
+    name: str
+    layer: str
+    measures: Measures
+    tolerance: float
+    route: str
+    rank: int
+    outcome: Tensor | None = None
+    iteration_count: Tensor | None = None
+    history: Tensor | None = None
+    seconds_prepare: float = float("nan")
+    seconds_apply: float = float("nan")
+
+    @cached_property
+    def residual(self) -> float:
+        """The true relative residual of the solver's own system."""
+        return float(self.measures.residual())
+
+    @cached_property
+    def residual_full(self) -> float:
+        """The true relative residual of the full damped system."""
+        return float(self.measures.residual_full())
+
+    @property
+    def iterations(self) -> int:
+        """CG iterations; 0 for a direct method."""
+        return 0 if self.iteration_count is None else int(self.iteration_count)
+
+    @cached_property
+    def status(self) -> Status:
+        """How it ended; the true residual has the last word over the recursive one."""
+        outcome = Outcome.CONVERGED if self.outcome is None else Outcome(int(self.outcome))
+        if outcome is Outcome.CONVERGED:
+            return Status.CONVERGED if self.residual <= self.tolerance else Status.STAGNATED
+        return {
+            Outcome.LIMIT: Status.ITERATION_LIMIT,
+            Outcome.NEGATIVE_CURVATURE: Status.NEGATIVE_CURVATURE,
+            Outcome.BREAKDOWN: Status.BREAKDOWN,
+        }[outcome]
+
+    @cached_property
+    def slope(self) -> float:
+        """gᵀd: negative for a descent direction."""
+        return float(self.measures.slope())
+
+    @cached_property
+    def predicted_reduction(self) -> float:
+        """-(gᵀd + ½ dᵀCd), with the undamped curvature."""
+        return -(self.slope + 0.5 * float(self.measures.quadratic()))
+
+
+@dataclass(frozen=True, eq=False)
+class Solution:
+    """The direction and, for each block, how it was found."""
+
+    solver: str
+    provider: str
+    damping: Damping
+    direction: Direction
+    blocks: dict[str, BlockSolution]
+
+    def add_to(self, model: nn.Module, lr: float = 1.0) -> None:
+        """θ ← θ + lr · d, in place, with no direction of a weight's size formed."""
+        parameters = dict(unwrap(model).named_parameters())
+        missing = [name for name in self.direction if name not in parameters]
+        if missing:
+            raise SolveError(f"the model has no parameter {missing}; this solution is for {list(self.direction)}")
+        for name in self.direction:
+            add_into(parameters[name], self.direction.factored(name), lr)
+
+    @property
+    def predicted_reduction(self) -> float:
+        """The sum over blocks of -(gᵀd + ½ dᵀCd)."""
+        return sum(block.predicted_reduction for block in self.blocks.values())
+
+    def frame(self) -> pd.DataFrame:
+        """One row a block: status, iterations, residuals, gᵀd, predicted reduction, rank, route, seconds."""
+        import pandas as pd
+
+        rows = [
+            {
+                "block": name,
+                "solver": self.solver,
+                "provider": self.provider,
+                "damping": str(self.damping),
+                "status": block.status.slug,
+                "iterations": block.iterations,
+                "residual": block.residual,
+                "residual_full": block.residual_full,
+                "slope": block.slope,
+                "predicted_reduction": block.predicted_reduction,
+                "rank": block.rank,
+                "route": block.route,
+                "seconds_prepare": block.seconds_prepare,
+                "seconds_apply": block.seconds_apply,
+            }
+            for name, block in self.blocks.items()
+        ]
+        return pd.DataFrame(rows)
+
+    def trace(self) -> pd.DataFrame:
+        """The recursive relative residual by block and iteration, to plot."""
+        import pandas as pd
+
+        rows = [
+            {"block": name, "iteration": iteration, "residual": float(value)}
+            for name, block in self.blocks.items()
+            if block.history is not None
+            for iteration, value in enumerate(block.history[: block.iterations + 1].tolist())
+        ]
+        return pd.DataFrame(rows, columns=["block", "iteration", "residual"])
+
+    def check(self) -> None:
+        """Raise unless every block converged: what `strict=True` does."""
+        bad = {name: block for name, block in self.blocks.items() if block.status is not Status.CONVERGED}
+        if bad:
+            name, block = next(iter(bad.items()))
+            raise SolveError(
+                f"`{self.solver}` on `{self.provider}`: {len(bad)} of {len(self.blocks)} blocks did not converge; "
+                f"`{name}`: {block.status.value} (residual {block.residual:.2g} after {block.iterations} iterations). "
+                f"Allow more iterations or a larger tol or damping, or use strict=False"
+            )
+
+    def __repr__(self) -> str:
+        return f"Solution({self.solver} on {self.provider}, damping={self.damping}, {len(self.blocks)} blocks)"
