@@ -14,7 +14,7 @@ from torch import Tensor
 
 from curvlab.linalg.factors import Factor, GramFactor, RankOneFactor
 
-__all__ = ["NotPositiveDefiniteError", "cholesky_shifted", "shifted_inverse"]
+__all__ = ["NotFiniteError", "NotPositiveDefiniteError", "cholesky_shifted", "shifted_inverse"]
 
 
 class NotPositiveDefiniteError(ArithmeticError):
@@ -23,6 +23,10 @@ class NotPositiveDefiniteError(ArithmeticError):
     def __init__(self, smallest: float) -> None:
         super().__init__(f"not positive definite: smallest eigenvalue {smallest:.3g}")
         self.smallest = smallest
+
+
+class NotFiniteError(ArithmeticError):
+    """A matrix that was to be factorised holds NaN or infinity."""
 
 
 def cholesky_shifted(matrix: Tensor, shift: Tensor | float, check: bool = True) -> Tensor:
@@ -37,7 +41,7 @@ def cholesky_shifted(matrix: Tensor, shift: Tensor | float, check: bool = True) 
     if not check or int(info) == 0:
         return factor
     if not bool(torch.isfinite(shifted).all()):
-        raise ValueError("the matrix to be factorised holds NaN or infinity")
+        raise NotFiniteError("the matrix to be factorised holds NaN or infinity")
     wide = shifted.double() if shifted.device.type != "mps" else shifted.cpu().double()
     factor, info = torch.linalg.cholesky_ex(wide)
     if int(info) != 0:

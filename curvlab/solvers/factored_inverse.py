@@ -44,7 +44,7 @@ class _State:
     system: FactoredSystem
     weight_inverse: Inverse | None
     bias_inverse: Inverse | None
-    right_key: tuple[object, ...]
+    right_factor: Tensor | None
     explicit: explicit.ExplicitInverse | None = None
 
 
@@ -75,14 +75,16 @@ class KFI(Solver):
         system = self._system(layer, side, damping)
         if self.formulation == "explicit":
             prepared = explicit.ExplicitInverse.prepare(layer, system)
-            return _State(layer, None, system, None, None, key, prepared)
-        weight_inverse = bias_inverse = None
+            return _State(layer, None, system, None, None, None, prepared)
+        weight_inverse = bias_inverse = right = None
         if side is not None:
             weight_inverse = shifted_inverse(output, system.beta, ("weight", *key), check)
-            side.solve_right(side.matrix.new_zeros(0, side.matrix.shape[0]), system.gamma, key, check)
+            # Kept on the output factor: π, and with it the shift, is this curvature's own, while other
+            # curvatures of the same recording share the input factor.
+            right = output.remember(("input", side.route, *key), lambda: side.cholesky(system.gamma, check))
         if gradient.bias is not None:
             bias_inverse = shifted_inverse(output, damping.shift, ("bias", damping.shift), check)
-        return _State(layer, side, system, weight_inverse, bias_inverse, key)
+        return _State(layer, side, system, weight_inverse, bias_inverse, right)
 
     def _system(self, layer: LayerCurvature, side: InputSide | None, damping: Damping) -> FactoredSystem:
         output = layer.output
@@ -114,9 +116,9 @@ class KFI(Solver):
         assert gradient.weight is not None
         inverse, gamma = state.weight_inverse, state.system.gamma
         assert inverse is not None
+        assert state.right_factor is not None
         coordinates = side.coordinates(gradient.weight)
-        check = device.readable(coordinates.x)
-        x = -side.solve_right(inverse(coordinates.x), gamma, state.right_key, check)
+        x = -torch.cholesky_solve(inverse(coordinates.x).T, state.right_factor).T
         return side.assemble(coordinates, x, lambda y: inverse(y) / -gamma)
 
 

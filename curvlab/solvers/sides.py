@@ -19,7 +19,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -48,7 +47,7 @@ class Coordinates:
 class InputSide(ABC):
     """One choice of coordinates for the input side of a layer."""
 
-    route: ClassVar[str]
+    route: str
 
     @property
     @abstractmethod
@@ -77,16 +76,15 @@ class InputSide(ABC):
     def remember(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
         """A factorisation kept for all solvers that ask for the same one."""
 
-    def solve_right(self, x: Tensor, shift: Tensor | float, key: Hashable, check: bool) -> Tensor:
-        """X (A + τI)⁻¹; `key` stands for τ."""
-        lower = self.remember((self.route, key), lambda: cholesky_shifted(self.matrix, shift, check))
-        return torch.cholesky_solve(x.T, lower).T
+    def cholesky(self, shift: Tensor | float, check: bool) -> Tensor:
+        """The Cholesky factor of A + τI in these coordinates."""
+        return cholesky_shifted(self.matrix, shift, check)
 
 
 class SampleSide(InputSide):
     """D = X H': for a gradient of the very batch whose rows the input factor holds."""
 
-    route: ClassVar[str] = "sample"
+    route = "sample"
 
     def __init__(self, gram: GramFactor) -> None:
         self.gram = gram
@@ -118,7 +116,7 @@ class SampleSide(InputSide):
 class RowSide(InputSide):
     """D = X Qᵀ + L G⊥ with Q an orthonormal basis of the rows of H' (which may be rank deficient)."""
 
-    route: ClassVar[str] = "row"
+    route = "row"
 
     def __init__(self, gram: GramFactor) -> None:
         self.gram = gram
@@ -156,7 +154,7 @@ class RowSide(InputSide):
 class DenseSide(InputSide):
     """D = X: the input factor as an n_{t-1} × n_{t-1} matrix."""
 
-    route: ClassVar[str] = "dense"
+    route = "dense"
 
     def __init__(self, factor: DenseFactor | GramFactor) -> None:
         self.factor = factor
@@ -182,11 +180,9 @@ class DenseSide(InputSide):
 class MeanSide(InputSide):
     """D = X qᵀ + L G⊥ with q = E[h]/‖E[h]‖ (zero where E[h] is): the rank-one input factor."""
 
-    route: ClassVar[str] = "mean"
-
     def __init__(self, inputs: InputFactors, form: bool) -> None:
         self.inputs = inputs
-        self.form = form
+        self.route = "dense" if form else "sample"
 
     @cached_property
     def trace(self) -> Tensor:
@@ -208,7 +204,7 @@ class MeanSide(InputSide):
         return (self.inputs.mean / self._norm)[:, None]
 
     def coordinates(self, gradient: WeightGradient) -> Coordinates:
-        if isinstance(gradient, RowGradient) and not self.form:
+        if isinstance(gradient, RowGradient) and self.route == "sample":
             return self._in_factors(gradient)
         formed = _formed(gradient)
         x, perp = _split(formed, self.basis)

@@ -14,7 +14,7 @@ from curvlab.curvature import Curvature, LayerCurvature
 from curvlab.exceptions import PairError, SolveError, SpecError
 from curvlab.gradient import Gradient, RowGradient
 from curvlab.linalg import RowProduct
-from curvlab.linalg.inverse import NotPositiveDefiniteError
+from curvlab.linalg.inverse import NotFiniteError, NotPositiveDefiniteError
 from curvlab.solvers.base import LayerDirection, LayerGradient, Solver
 from curvlab.solvers.conjugate_gradients import CG
 from curvlab.solvers.damping import Damping, damping_from
@@ -118,7 +118,7 @@ def _solve_by_layers(
                 f"layer `{layer.name}`: the damped factor of `{curvature.provider}` is not positive definite "
                 f"(smallest eigenvalue {error.smallest:.3g}), in float64 either. Increase the damping"
             ) from error
-        except ValueError as error:
+        except NotFiniteError as error:
             raise SolveError(f"layer `{layer.name}` of `{curvature.provider}`: {error}") from error
         on_cpu = layer.output is not None and layer.output.example.device.type == "cpu"
         seconds = (prepared - started, applied - prepared) if on_cpu else (float("nan"), float("nan"))
