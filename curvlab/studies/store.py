@@ -1,0 +1,280 @@
+"""The results of a study: an append-only JSON Lines file, one row a line.
+
+A row is appended under a lock, in one write, and is on the disk before `append` returns: two
+processes on one store corrupt nothing, and a process killed at any moment loses at most the row
+under way. A torn last line or a line that is no JSON object with a `key` is moved to
+results.rejected.jsonl, with its number, when the store is opened for writing; the others are used.
+
+Rows are strict JSON: numpy and torch scalars become numbers, tuples lists, and NaN and the
+infinities `null`, since JSON has none of them.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from hashlib import sha256
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from curvlab.exceptions import StoreError
+from curvlab.studies.files import append_bytes, locked, write_text_atomic
+
+__all__ = ["Conflict", "Merged", "Problem", "Store", "key_of", "merge", "write_text_atomic"]
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A line of a store that could not be used: its number (from 1), why, and what it says."""
+
+    line: int
+    reason: str
+    text: str
+
+
+class Store:
+    """The results in `folder`, read afresh whenever the file has changed.
+
+    With `read_only` nothing is created, locked or repaired: faulty lines are reported and skipped.
+
+    >>> import tempfile
+    >>> store = Store(tempfile.mkdtemp())
+    >>> store.append({"key": "a1", "kind": "cost", "seconds": 0.5})
+    >>> store.has("a1"), store.rows(kind="error")
+    (True, [])
+    """
+
+    def __init__(self, folder: str | Path, *, read_only: bool = False) -> None:
+        self.folder = Path(folder)
+        self.path = self.folder / "results.jsonl"
+        self.rejected_path = self.folder / "results.rejected.jsonl"
+        self.problems: list[Problem] = []
+        self._read_only = read_only
+        self._rows: list[Row] = []
+        self._keys: set[str] = set()
+        self._signature: tuple[int, ...] | None = None
+        if read_only:
+            self._require()
+        else:
+            self._prepare()
+        self._refresh()
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Write one row; it has a `key`, and is on the disk when this returns."""
+        if self._read_only:
+            raise StoreError(f"{self.path} was opened to be read only; open it without `read_only`")
+        if not isinstance(row.get("key"), str):
+            raise StoreError(f"a row needs a `key` that is a string, got {row.get('key')!r}; see `key_of`")
+        line = json.dumps(_plain(row, non_finite=None), allow_nan=False).encode() + b"\n"
+        with self._lock():
+            if _is_torn(self.path):
+                self._repair()
+            append_bytes(self.path, line)
+
+    def rows(self, kind: str | None = None) -> list[Row]:
+        """All rows in order, or those whose `kind` is the given one."""
+        self._refresh()
+        return [dict(row) for row in self._rows if kind is None or row.get("kind") == kind]
+
+    def keys(self) -> set[str]:
+        """The keys of all rows."""
+        self._refresh()
+        return set(self._keys)
+
+    def has(self, key: str) -> bool:
+        """Whether a row has this key."""
+        self._refresh()
+        return key in self._keys
+
+    def frame(self, kind: str | None = None) -> pd.DataFrame:
+        """The rows as a DataFrame; a field that a row lacks is missing there."""
+        return pd.DataFrame(self.rows(kind))
+
+    def __len__(self) -> int:
+        self._refresh()
+        return len(self._rows)
+
+    def _require(self) -> None:
+        if not self.path.is_file():
+            raise StoreError(f"no results at {self.path}; name a folder that a study has written")
+
+    def _prepare(self) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StoreError(f"cannot make the folder {self.folder}: {error.strerror}") from error
+        with self._lock():
+            append_bytes(self.path, b"")
+            self._repair()
+
+    def _lock(self) -> AbstractContextManager[None]:
+        return locked(self.folder / ".results.lock")
+
+    def _repair(self) -> None:
+        """Move faulty lines aside, the rejected first: a crash in between doubles but never loses."""
+        lines = _read(self.path)
+        _, problems = _parse(lines)
+        if not problems:
+            return
+        self._report(problems)
+        for problem in problems:
+            append_bytes(self.rejected_path, json.dumps(vars(problem)).encode() + b"\n")
+        faulty = {problem.line for problem in problems}
+        kept = [line for number, line in enumerate(lines, start=1) if number not in faulty]
+        write_text_atomic(self.path, b"".join(kept).decode())
+
+    def _refresh(self) -> None:
+        signature = _signature(self.path)
+        if signature == self._signature:
+            return
+        self._rows, problems = _parse(_read(self.path))
+        self._keys = {row["key"] for row in self._rows}
+        if self._read_only:
+            self._report(problems)
+        self._signature = signature
+
+    def _report(self, problems: list[Problem]) -> None:
+        new = [problem for problem in problems if problem not in self.problems]
+        for problem in new:
+            warnings.warn(f"{self.path}, line {problem.line}: {problem.reason}; set aside", stacklevel=3)
+        self.problems.extend(new)
+
+
+def key_of(config: Mapping[str, Any]) -> str:
+    """Hash of a configuration: 16 hex digits of the SHA-256 of its canonical JSON.
+
+    The order of keys does not matter; types do: 1 and 1.0 differ, so hash the resolved form.
+    Non-finite numbers are hashed by name, so that NaN equals NaN.
+
+    >>> key_of({"alpha": 0.05, "solver": "cg"}) == key_of({"solver": "cg", "alpha": 0.05})
+    True
+    """
+    canonical = json.dumps(_plain(config, non_finite=str), sort_keys=True, separators=(",", ":"))
+    return sha256(canonical.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """Two different rows for one cell and repetition; the first was kept."""
+
+    kept: Row
+    dropped: Row
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What a merge did: rows added, rows that were there already, and conflicting ones."""
+
+    added: int
+    doubles: int
+    conflicts: list[Conflict]
+
+
+def merge(folders: Iterable[str | Path], into: str | Path) -> Merged:
+    """Join several stores into one; of rows with equal kind, key and repetition the first wins.
+
+    Rows that `into` has already come first, then the folders in the order given; these are only read.
+    """
+    sources = [Store(folder, read_only=True) for folder in folders]
+    target = Store(into)
+    seen = {_identity(row): row for row in reversed(target.rows())}
+    added = doubles = 0
+    conflicts = []
+    for row in (row for source in sources for row in source.rows()):
+        kept = seen.setdefault(_identity(row), row)
+        if kept is row:
+            target.append(row)
+            added += 1
+        elif kept == row:
+            doubles += 1
+        else:
+            conflicts.append(Conflict(kept, row))
+    return Merged(added, doubles, conflicts)
+
+
+def _identity(row: Row) -> tuple[Any, ...]:
+    return row.get("kind"), row["key"], row.get("repetition")
+
+
+def _plain(value: Any, non_finite: Any) -> Any:
+    """`value` in JSON's own types; `non_finite` is None, or names a non-finite number (`str`)."""
+    if isinstance(value, (np.generic, np.ndarray)):
+        value = value.tolist()
+    elif isinstance(value, torch.Tensor):
+        value = value.detach().tolist()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, non_finite) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, non_finite) for item in value]
+    if isinstance(value, float) and not isfinite(value):
+        return non_finite(value) if non_finite else None
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value
+    raise StoreError(
+        f"{value!r} is a {type(value).__name__}; a row or configuration holds numbers, strings, "
+        "booleans, None, and lists and mappings of these"
+    )
+
+
+def _read(path: Path) -> list[bytes]:
+    try:
+        with path.open("rb") as file:
+            return file.readlines()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise StoreError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _parse(lines: list[bytes]) -> tuple[list[Row], list[Problem]]:
+    rows: list[Row] = []
+    problems: list[Problem] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append(_row(line))
+        except (ValueError, RecursionError) as error:
+            text = line.rstrip(b"\n").decode(errors="backslashreplace")
+            problems.append(Problem(number, str(error), text))
+    return rows, problems
+
+
+def _row(line: bytes) -> Row:
+    if not line.endswith(b"\n"):
+        raise ValueError("torn, it has no end")
+    row = json.loads(line.decode(), parse_constant=_refuse)
+    if not isinstance(row, dict) or not isinstance(row.get("key"), str):
+        raise ValueError("no object with a `key`")
+    return row
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _is_torn(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            if file.seek(0, 2) == 0:
+                return False
+            file.seek(-1, 2)
+            return file.read(1) != b"\n"
+    except FileNotFoundError:
+        return False
+
+
+def _signature(path: Path) -> tuple[int, ...] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
