@@ -1,8 +1,8 @@
 """curvlab: curvature analysis and benchmarking for PyTorch.
 
-    problem   = curvlab.Problem(model, criterion, inputs, targets)
-    curvature = curvlab.estimate("pch-1", problem)
-    solution  = curvlab.solve("ea-cg", curvature, problem.gradient(), alpha=0.05)
+problem   = curvlab.Problem(model, criterion, inputs, targets)
+curvature = curvlab.estimate("pch-1", problem)
+solution  = curvlab.solve("ea-cg", curvature, problem.gradient(), alpha=0.05)
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from curvlab.gradient import Gradient
 from curvlab.problem import Problem
 from curvlab.providers import estimate
 from curvlab.solvers import Additive, Mixed, Solution, Status, solve
+from curvlab.studies import bounds, errors
 
 __version__ = "0.1.0"
 
@@ -27,6 +28,8 @@ __all__ = [
     "Solution",
     "StaleWarning",
     "Status",
+    "bounds",
+    "errors",
     "estimate",
     "exceptions",
     "providers",
