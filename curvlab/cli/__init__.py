@@ -1,0 +1,67 @@
+"""The command line: thin commands that parse, call a study and render.
+
+A mistake of the user's is one sentence and exit code 2; a run that failed is exit code 1. Commands are
+imported when they are called, so that `curvlab --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+import click
+
+from curvlab.exceptions import CurvlabError, PairError, ProblemError, SpecError
+
+__all__ = ["main"]
+
+COMMANDS = {
+    "compare": "Measure error, time, memory and convergence, and write one report.",
+    "plan": "Predict time and memory without allocating: would it fit?",
+    "train": "Train one network with any provider and solver, or a baseline.",
+    "reproduce": "Run the paper's tables and figures again, beside its numbers.",
+    "list": "List providers, solvers, criteria, architectures and data sets.",
+    "report": "Render the report of a results folder again.",
+    "merge": "Join several results folders into one.",
+}
+USAGE_ERRORS = (SpecError, PairError, ProblemError)
+
+
+class _LazyGroup(click.Group):
+    """A group whose commands live in `curvlab.cli.<name>` and are imported when called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"curvlab.cli.{'list_' if name == 'list' else name}")
+        command: click.Command = module.command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except CurvlabError as error:
+            click.echo(f"Error: {error}", err=True)
+            sys.exit(2 if isinstance(error, USAGE_ERRORS) else 1)
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(package_name="curvlab", message="%(prog)s %(version)s")
+def main() -> None:
+    """Curvature analysis and benchmarking for PyTorch.
+
+    Which curvature matrix and which solver should I use for my network, my loss and my data? What does
+    each cost in time and memory, how far is it from the true Hessian, and does it train faster?
+
+    \b
+    Start with:
+      curvlab compare
+    """

@@ -1,0 +1,130 @@
+"""The setup of a study: model, data and criterion by name, resolved once and built from a seed.
+
+Everything a run depends on is a field, so that equal setups are equal values with one canonical form;
+what is left open is filled in by `resolve` (the architecture that fits the data, the device of `auto`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from curvlab import device as devices
+from curvlab import imports
+from curvlab.architectures import FCNN, architecture, architectures
+from curvlab.criteria import Criterion
+from curvlab.data import Dataset, dataset, datasets
+from curvlab.exceptions import SpecError
+from curvlab.names import criteria, criterion_named
+from curvlab.problem import Problem
+
+__all__ = ["Setup"]
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+FITTING = {
+    "digits": "digits-fcnn",
+    "cifar10": "cifar10-fcnn",
+    "cifar10-224": "imagenet10-fcnn",
+    "imagenet10": "imagenet10-fcnn",
+    "image-folder": "imagenet10-fcnn",
+}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is studied: by name, or at an address `package.module:attribute` of the user's own.
+
+    >>> Setup(data="digits").resolve().arch
+    'fcnn[activation=sigmoid,bias=true,init=xavier-uniform,widths=64-32-16-10]'
+    """
+
+    arch: str | None = None
+    activation: str | None = None
+    model: str | None = None
+    data: str = "digits"
+    data_dir: str | None = None
+    criterion: str = "cross-entropy"
+    batch: int = 500
+    seed: int = 0
+    device: str = "auto"
+    dtype: str = "float32"
+
+    def resolve(self) -> Setup:
+        """The same setup with every open choice made and every name in its canonical form."""
+        if self.dtype not in DTYPES:
+            raise SpecError(f"dtype `{self.dtype}` is not known; use one of {', '.join(DTYPES)}")
+        if self.batch < 1:
+            raise SpecError(f"batch={self.batch}: at least one example is needed")
+        data = self.data if imports.is_address(self.data) else datasets.canonical(self.data)
+        criterion = self.criterion if imports.is_address(self.criterion) else criteria.canonical(self.criterion)
+        device = str(devices.resolve(self.device))
+        arch = None if self.model is not None else architectures.canonical(self._architecture())
+        return replace(self, arch=arch, activation=None, data=data, criterion=criterion, device=device)
+
+    def _architecture(self) -> FCNN:
+        name = self.arch or FITTING.get(self.data.partition("[")[0], "fcnn")
+        found = architecture(name)
+        if self.activation is not None:
+            found = replace(found, activation=self.activation)
+        if self.arch is None and name == "fcnn" and not imports.is_address(self.data):
+            loaded = self.load_data()
+            found = replace(found, widths=(loaded.features, *found.widths[1:-1], loaded.outputs))
+        return found
+
+    def fields(self) -> dict[str, Any]:
+        """The fields as plain values, for configuration files and keys."""
+        return asdict(self)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype as torch names it."""
+        return DTYPES[self.dtype]
+
+    def load_data(self) -> Dataset:
+        """The data set by name, on the CPU (`Dataset.to` moves it); raises for a user's own data."""
+        if imports.is_address(self.data):
+            raise SpecError(f"data `{self.data}` is a user's own batches, which have no training and test split")
+        found = dataset(self.data).load(seed=self.seed, data_dir=self.data_dir)
+        reconstructs = self.arch is not None and self.model is None and getattr(architecture(self.arch), "reconstructs", False)
+        return found.reconstruction() if reconstructs else found
+
+    def build_model(self) -> nn.Module:
+        """The model: the named architecture from the seed, or the user's own."""
+        device, dtype = devices.resolve(self.device), self.torch_dtype
+        if self.model is None:
+            resolved = self if self.arch is not None else self.resolve()
+            return resolved._architecture().build(self.seed, dtype=dtype, device=device)
+        made = imports.load(self.model, "model")
+        made = made() if not isinstance(made, nn.Module) and callable(made) else made
+        if not isinstance(made, nn.Module):
+            raise SpecError(f"model `{self.model}` gave a {type(made).__name__}; expected a torch.nn.Module")
+        return made.to(device=device, dtype=dtype)
+
+    def build_criterion(self) -> Criterion:
+        """The criterion by name, or the user's own function or loss."""
+        if imports.is_address(self.criterion):
+            return criterion_named(imports.load(self.criterion, "criterion"))
+        return criterion_named(self.criterion)
+
+    def build_batches(self) -> tuple[Tensor, Tensor] | Iterable[Any]:
+        """One training batch of `batch` examples, or the user's own batch or re-iterable of batches."""
+        device, dtype = devices.resolve(self.device), self.torch_dtype
+        if not imports.is_address(self.data):
+            data = self.load_data()
+            inputs, targets = next(iter(data.batches(min(self.batch, len(data.train)), seed=self.seed)))
+            real = targets.is_floating_point()
+            return inputs.to(device, dtype), targets.to(device, dtype) if real else targets.to(device)
+        made = imports.load(self.data, "data")
+        return made() if callable(made) else made
+
+    def build_problem(self) -> Problem:
+        """The model, the criterion and the batch as a problem."""
+        made = self.build_batches()
+        model = self.build_model().eval()
+        if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], Tensor):
+            return Problem(model, self.build_criterion(), made[0], made[1])
+        return Problem(model, self.build_criterion(), made)  # type: ignore[arg-type]
