@@ -7,6 +7,8 @@ with the kinds of the factors and what the curvature knows of itself.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +17,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from curvlab.curvature import Curvature, Definiteness, LayerCurvature
+from curvlab.exceptions import MatrixFreeError
 from curvlab.linalg import DenseFactor, Factor, GramFactor, RankOneFactor
+from curvlab.linalg.flat import flatten, unflatten
 from curvlab.linalg.inputs import InputFactors
 
 if TYPE_CHECKING:
@@ -24,19 +28,10 @@ if TYPE_CHECKING:
 
 __all__ = ["flatten", "load", "save", "to_scipy", "unflatten"]
 
-FACTORS: dict[str, type[Factor]] = {cls.kind: cls for cls in (DenseFactor, GramFactor, RankOneFactor)}
+FACTORS: dict[str, Callable[..., Factor]] = {
+    factor.kind: factor for factor in (DenseFactor, GramFactor, RankOneFactor)
+}
 FORMAT = "curvlab-curvature-1"
-
-
-def flatten(vectors: dict[str, Tensor], names: list[str]) -> Tensor:
-    """The entries called `names`, flattened and joined."""
-    return torch.cat([vectors[name].flatten() for name in names])
-
-
-def unflatten(vector: Tensor, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """The inverse of `flatten`."""
-    parts = vector.split([int(torch.Size(shape).numel()) for shape in shapes.values()])
-    return {name: part.reshape(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
 
 
 def to_scipy(curvature: Curvature) -> LinearOperator:
@@ -44,24 +39,22 @@ def to_scipy(curvature: Curvature) -> LinearOperator:
     import numpy as np
     from scipy.sparse.linalg import LinearOperator
 
-    blocks = curvature.blocks
-    example = next(iter(blocks.values())).example
-    shapes = {name: block.shape for name, block in blocks.items()}
+    example = next(iter(curvature.blocks.values())).example
 
     def matvec(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         vector = torch.as_tensor(np.asarray(x).reshape(-1), dtype=example.dtype, device=example.device)
-        return flatten(curvature @ unflatten(vector, shapes), list(shapes)).numpy(force=True)
+        return curvature.flat_product(vector).numpy(force=True)
 
     dtype = np.dtype("float64" if example.dtype == torch.float64 else "float32")
     return LinearOperator((curvature.numel, curvature.numel), matvec=matvec, rmatvec=matvec, dtype=dtype)
 
 
-def save(curvature: Curvature, path: str) -> None:
+def save(curvature: Curvature, path: str | PathLike[str]) -> None:
     """Write a curvature of Kronecker layers to `path`."""
     if curvature.matrix_free:
-        raise TypeError(
-            f"`{curvature.provider}` is matrix-free: its products read the model and the batch, so there is no matrix "
-            f"to save. Save the model and the batch, or the bias blocks with safetensors"
+        raise MatrixFreeError(
+            f"`{curvature.provider}` is matrix-free: its products read the model and the batch, so there is "
+            f"no matrix to save. Save the model and the batch instead"
         )
     tensors: dict[str, Tensor] = {}
     layers = []
@@ -69,10 +62,10 @@ def save(curvature: Curvature, path: str) -> None:
         assert layer.output is not None
         row: dict[str, Any] = {"name": layer.name, "weight": layer.weight_name, "bias": layer.bias_name}
         row["output"] = layer.output.kind
-        tensors |= {f"{index}/output/{k}": t.contiguous() for k, t in layer.output.tensors().items()}
+        tensors |= {f"{index}/output/{key}": t for key, t in layer.output.tensors().items()}
         if layer.inputs is not None:
             row["input"] = layer.inputs.full.kind
-            tensors |= {f"{index}/input/{k}": t.contiguous() for k, t in layer.inputs.tensors().items()}
+            tensors |= {f"{index}/input/{key}": t for key, t in layer.inputs.tensors().items()}
         layers.append(row)
     header = {
         "format": FORMAT,
@@ -84,12 +77,24 @@ def save(curvature: Curvature, path: str) -> None:
         "notes": curvature.notes,
         "layers": layers,
     }
-    save_file(tensors, path, metadata={"curvlab": json.dumps(header)})
+    save_file(_unshared(tensors), path, metadata={"curvlab": json.dumps(header)})
 
 
-def load(path: str) -> Curvature:
+def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous tensors, no two of them on one storage, as safetensors wants them."""
+    seen: set[int] = set()
+    result = {}
+    for key, tensor in tensors.items():
+        tensor = tensor.contiguous()
+        storage = tensor.untyped_storage().data_ptr()
+        result[key] = tensor.clone() if storage in seen else tensor
+        seen.add(storage)
+    return result
+
+
+def load(path: str | PathLike[str]) -> Curvature:
     """Read what `save` wrote."""
-    with safe_open(path, framework="pt") as file:  # type: ignore[no-untyped-call]
+    with safe_open(path, framework="pt") as file:
         text = (file.metadata() or {}).get("curvlab")
         header = json.loads(text) if text else {}
         if header.get("format") != FORMAT:
@@ -115,6 +120,11 @@ def _layer(index: int, row: dict[str, Any], tensors: dict[str, Tensor]) -> Layer
     if "input" in row:
         held = fields("input")
         mean = held.pop("mean", None)
-        inputs = InputFactors(FACTORS[row["input"]](**held), mean)
-    output = FACTORS[row["output"]](**fields("output"))
-    return LayerCurvature(row["name"], row["weight"], row["bias"], output, inputs)
+        inputs = InputFactors(_factor(row["input"], held), mean)
+    return LayerCurvature(
+        row["name"], row["weight"], row["bias"], _factor(row["output"], fields("output")), inputs
+    )
+
+
+def _factor(kind: str, tensors: dict[str, Tensor]) -> Factor:
+    return FACTORS[kind](**tensors)

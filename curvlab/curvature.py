@@ -11,14 +11,18 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from html import escape
+from math import nan
+from os import PathLike
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from curvlab.exceptions import StaleError
+from curvlab.exceptions import MatrixFreeError, StaleError
 from curvlab.linalg import Block, Factor, FactorBlock, KroneckerBlock
-from curvlab.linalg.blocks import DENSE_BYTES, check_dense_bytes
+from curvlab.linalg.blocks import DENSE_BYTES, check_dense_bytes, dense_from
+from curvlab.linalg.flat import flatten, unflatten
 from curvlab.linalg.inputs import InputFactors
 from curvlab.versions import Versions
 
@@ -51,7 +55,7 @@ class LayerCurvature:
     """The blocks of one Linear layer.
 
     `output` is B^t, where the provider has one; `inputs` the layer's input factors, where the weight
-    block is a Kronecker product; `operator` the weight block where it is matrix-free.
+    block is a Kronecker product; `weight_operator` and `bias_operator` the blocks that are matrix-free.
     """
 
     name: str
@@ -93,9 +97,9 @@ class LayerCurvature:
     def map(self, function: Callable[[Tensor], Tensor]) -> LayerCurvature:
         """The same layer with `function` applied to each tensor of its factors."""
         if self.weight_operator is not None or self.bias_operator is not None:
-            raise TypeError(
-                f"layer `{self.name}` is matrix-free: its blocks read the model and the batch, which stay where "
-                f"they are. Move the model and the batch and estimate again"
+            raise MatrixFreeError(
+                f"layer `{self.name}` is matrix-free: its blocks read the model and the batch, which stay as "
+                f"they are. Convert the model and the batch, and estimate again"
             )
         assert self.output is not None
         inputs = None if self.inputs is None else self.inputs.map(function)
@@ -125,9 +129,14 @@ class Curvature:
     versions: Versions | None = field(default=None, repr=False)
     live: bool = False
 
-    @cached_property
+    @property
     def blocks(self) -> dict[str, Block]:
-        """The blocks by parameter name, in the order of the model's parameters."""
+        """The blocks by parameter name, layer by layer; says so if the parameters have changed since."""
+        self.check_fresh()
+        return self._blocks
+
+    @cached_property
+    def _blocks(self) -> dict[str, Block]:
         return {name: block for layer in self.layers for name, block in layer.blocks.items()}
 
     @property
@@ -143,48 +152,56 @@ class Curvature:
     @property
     def numel(self) -> int:
         """Number of parameters covered."""
-        return sum(block.numel for block in self.blocks.values())
+        return sum(block.numel for block in self._blocks.values())
 
     @property
     def nbytes(self) -> int:
-        """Bytes held by the blocks, a factor shared by two blocks counted once."""
-        seen: dict[int, int] = {}
+        """Bytes held by the blocks, a tensor shared by several counted once."""
+        held: dict[int, int] = {}
         for layer in self.layers:
-            factors = [layer.output, layer.inputs.full if layer.inputs is not None else None]
-            held = [t for f in factors if f is not None for t in f.tensors().values()]
-            seen |= {id(t): t.numel() * t.element_size() for t in held}
-            seen |= {id(b): b.nbytes for b in (layer.weight_operator, layer.bias_operator) if b is not None}
-        return sum(seen.values())
+            tensors = {} if layer.inputs is None else layer.inputs.tensors()
+            outputs = {} if layer.output is None else layer.output.tensors()
+            held |= {id(t): t.nbytes for t in (*tensors.values(), *outputs.values())}
+            held |= {id(b): b.nbytes for b in (layer.weight_operator, layer.bias_operator) if b is not None}
+        return sum(held.values())
 
     def check_fresh(self) -> None:
-        """Say so if the parameters or the batch have changed since the curvature was computed."""
+        """Say so if the parameters or the batch have changed since the curvature was computed.
+
+        A Kronecker curvature is then that of the old parameters, which a warning says; a matrix-free one, or
+        one whose batch was overwritten, is neither the old nor the new: a `StaleError`.
+        """
         changed = self.versions.changed() if self.versions is not None else []
         if not changed:
             return
-        what = f"{', '.join(changed[:4])}{' and others' if len(changed) > 4 else ''} changed since `{self.provider}`"
-        if self.live or "inputs" in changed:
-            raise StaleError(f"{what} was estimated and its blocks read them. Call estimate() again")
-        warnings.warn(f"{what} was estimated: the blocks are those of the old parameters", StaleWarning, stacklevel=3)
+        names = f"{', '.join(changed[:4])}{' and others' if len(changed) > 4 else ''}"
+        what = f"{names} changed since `{self.provider}` was estimated"
+        if self.live or "the inputs" in changed:
+            raise StaleError(f"{what}, and its blocks read them: call estimate() again")
+        warnings.warn(f"{what}: its blocks are those of the old parameters", StaleWarning, stacklevel=4)
 
     def __matmul__(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        self.check_fresh()
-        missing = [name for name in self.blocks if name not in vectors]
+        blocks = self.blocks
+        missing = [name for name in blocks if name not in vectors]
         if missing:
-            raise ValueError(f"the operand has no entry for {missing}; expected {list(self.blocks)}")
+            raise ValueError(f"the operand has no entry for {missing}; expected {list(blocks)}")
         if self.full_product is not None:
             return self.full_product(vectors)
-        return {name: block @ vectors[name] for name, block in self.blocks.items()}
+        return {name: block @ vectors[name] for name, block in blocks.items()}
 
     def to_dense(self, max_bytes: int = DENSE_BYTES) -> Tensor:
         """The whole matrix, parameters flattened and joined in the order of `blocks`."""
-        example = next(iter(self.blocks.values())).example
+        blocks = self.blocks
+        example = next(iter(blocks.values())).example
         check_dense_bytes(self.numel, example.element_size(), max_bytes, f"`{self.provider}`")
-        self.check_fresh()
         if self.full_product is None:
-            return torch.block_diag(*[block.to_dense(max_bytes) for block in self.blocks.values()])
-        operator = self.to_scipy()
-        columns = [operator.matvec(row.numpy(force=True)) for row in torch.eye(self.numel, dtype=example.dtype)]
-        return torch.stack([torch.as_tensor(c, dtype=example.dtype) for c in columns], dim=1).to(example.device)
+            return torch.block_diag(*[block.to_dense(max_bytes) for block in blocks.values()])
+        return dense_from(self.flat_product, self.numel, example)
+
+    def flat_product(self, vector: Tensor) -> Tensor:
+        """C x for the flattened and joined parameters."""
+        shapes = {name: block.shape for name, block in self._blocks.items()}
+        return flatten(self @ unflatten(vector, shapes), list(shapes))
 
     def to_scipy(self) -> LinearOperator:
         """A scipy LinearOperator on the flattened and joined parameters."""
@@ -201,11 +218,13 @@ class Curvature:
         return {name: block.diagonal() for name, block in self.blocks.items()}
 
     def frobenius_norm(self) -> Tensor:
-        """‖C‖_F over the diagonal blocks."""
+        """‖C‖_F; with cross-layer blocks (full=true) from the dense form."""
+        if self.full_product is not None:
+            return torch.linalg.matrix_norm(self.to_dense())
         return torch.stack([block.frobenius_norm() for block in self.blocks.values()]).norm()
 
     def eigvalsh(self) -> dict[str, Tensor]:
-        """Eigenvalues of each block, ascending."""
+        """Eigenvalues of each diagonal block, ascending."""
         return {name: block.eigvalsh() for name, block in self.blocks.items()}
 
     def to(self, *args: torch.device | torch.dtype | str, **kwargs: object) -> Curvature:
@@ -213,14 +232,14 @@ class Curvature:
         layers = tuple(layer.map(lambda t: t.to(*args, **kwargs)) for layer in self.layers)  # type: ignore[call-overload]
         return replace(self, layers=layers)
 
-    def save(self, path: str) -> None:
+    def save(self, path: str | PathLike[str]) -> None:
         """Write the curvature to a safetensors file: tensors and a JSON header, no pickle."""
         from curvlab.convert import save
 
         save(self, path)
 
     @staticmethod
-    def load(path: str) -> Curvature:
+    def load(path: str | PathLike[str]) -> Curvature:
         """Read a curvature that `save` wrote."""
         from curvlab.convert import load
 
@@ -235,25 +254,24 @@ class Curvature:
     def __repr__(self) -> str:
         kind = "exact" if self.exact else "approximate"
         return (
-            f"Curvature({self.provider}, criterion={self.criterion}, {len(self.blocks)} blocks, "
+            f"Curvature({self.provider}, criterion={self.criterion}, {len(self._blocks)} blocks, "
             f"{self.numel:,} parameters, {kind}, {self.definiteness}, {self.nbytes:,} bytes)"
         )
 
     def _repr_html_(self) -> str:
-        from html import escape
-
-        return f"<p>{escape(repr(self))}</p>{self.frame().to_html(index=False)}"
+        notes = "".join(f"<p>{escape(note)}</p>" for note in self.notes)
+        return f"<p>{escape(repr(self))}</p>{notes}{self.frame().to_html(index=False)}"
 
 
 def _row(name: str, block: Block) -> dict[str, object]:
-    cheap = not isinstance(block, KroneckerBlock | FactorBlock) and block.numel > EIGENVALUES_UP_TO
-    smallest, largest = (float("nan"), float("nan")) if cheap else _extremes(block)
+    known = isinstance(block, KroneckerBlock | FactorBlock) or block.numel <= EIGENVALUES_UP_TO
+    smallest, largest = _extremes(block) if known else (nan, nan)
     return {
         "block": name,
         "shape": "×".join(map(str, block.shape)),
         "form": _form(block),
-        "trace": float(block.trace()) if not cheap else float("nan"),
-        "frobenius_norm": float(block.frobenius_norm()) if not cheap else float("nan"),
+        "trace": float(block.trace()) if known else nan,
+        "frobenius_norm": float(block.frobenius_norm()) if known else nan,
         "smallest_eigenvalue": smallest,
         "largest_eigenvalue": largest,
         "bytes": block.nbytes,
@@ -268,14 +286,15 @@ def _form(block: Block) -> str:
 
 def _extremes(block: Block) -> tuple[float, float]:
     """Smallest and largest eigenvalue: of a Kronecker product, from those of its factors."""
-    factors = [block.output, block.input] if isinstance(block, KroneckerBlock) else []
-    if isinstance(block, FactorBlock):
+    if isinstance(block, KroneckerBlock):
+        factors = [block.output, block.input]
+    elif isinstance(block, FactorBlock):
         factors = [block.factor]
-    if not factors:
+    else:
         values = block.eigvalsh()
         return float(values[0]), float(values[-1])
-    if any(min(f.size, f.rank_bound) > EIGENVALUES_UP_TO for f in factors):
-        return float("nan"), float("nan")
-    ends = [f.eigvalsh()[[0, -1]] for f in factors]
-    products = ends[0] if len(ends) == 1 else torch.outer(ends[0], ends[1]).flatten()
+    if any(factor.rank_bound > EIGENVALUES_UP_TO for factor in factors):
+        return nan, nan
+    ends = [factor.eigvalsh()[[0, -1]] for factor in factors]
+    products = ends[0] if len(ends) == 1 else torch.outer(ends[0], ends[1])
     return float(products.min()), float(products.max())

@@ -10,6 +10,7 @@ from __future__ import annotations
 __all__ = [
     "CurvlabError",
     "DataError",
+    "MatrixFreeError",
     "PairError",
     "ProblemError",
     "SolveError",
@@ -33,6 +34,10 @@ class SpecError(CurvlabError, ValueError):
 
 class PairError(CurvlabError, ValueError):
     """A provider and a solver that do not go together: says what to use instead."""
+
+
+class MatrixFreeError(CurvlabError, TypeError):
+    """A matrix-free curvature asked for what needs a matrix: says what to do instead."""
 
 
 class SolveError(CurvlabError, RuntimeError):

@@ -15,7 +15,7 @@ from torch import Tensor
 from curvlab.linalg import GramFactor
 from curvlab.recording import LayerRecord, Recording
 
-__all__ = ["Gradient", "RowGradient", "accumulate_gradient"]
+__all__ = ["Gradient", "RowGradient", "gradient_of", "mean_gradient"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,30 +68,27 @@ class Gradient(Mapping[str, Tensor]):
     def norm(self) -> Tensor:
         """‖E[∇ξ]‖ over all parameters, with no weight gradient formed."""
         squares = [
-            e.square_norm() if isinstance(e, RowGradient) else e.square().sum() for e in self._entries.values()
+            e.square_norm() if isinstance(e, RowGradient) else e.square().sum()
+            for e in self._entries.values()
         ]
         return torch.stack(squares).sum().sqrt()
 
 
-def accumulate_gradient(recordings: Iterable[Recording]) -> Gradient:
-    """The gradient of one batch, in factors, or of several, as running sums."""
+def gradient_of(recording: Recording) -> Gradient:
+    """The gradient of one batch, in factors."""
+    return Gradient({name: entry for record in recording.layers for name, entry in _entries(record).items()})
+
+
+def mean_gradient(recordings: Iterable[Recording]) -> Gradient:
+    """The gradient over several batches, as running sums: no batch is held."""
     sums: dict[str, Tensor] = {}
-    weight: Tensor | None = None
-    first: Gradient | None = None
+    total: Tensor | float = 0.0
     for recording in recordings:
-        current = Gradient({name: e for record in recording.layers for name, e in _entries(record).items()})
-        if first is None and weight is None:
-            first, weight = current, recording.total_weight
-            continue
-        if first is not None:
-            sums = {name: first[name] * weight for name in first}
-            first = None
-        for name in current:
-            sums[name].add_(current[name] * recording.total_weight)
-        weight = weight + recording.total_weight
-    if first is not None:
-        return first
-    return Gradient({name: total / weight for name, total in sums.items()})
+        weight = recording.total_weight
+        for name, value in gradient_of(recording).items():
+            sums[name] = value * weight if name not in sums else sums[name].add_(value * weight)
+        total = total + weight
+    return Gradient({name: value / total for name, value in sums.items()})
 
 
 def _entries(record: LayerRecord) -> dict[str, Tensor | RowGradient]:

@@ -10,32 +10,22 @@ held whole.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from curvlab import device
+from curvlab.batches import Batch, Single, Stream, checked, source
 from curvlab.criteria import Criterion
-from curvlab.exceptions import ProblemError, StaleError
-from curvlab.gradient import Gradient, accumulate_gradient
+from curvlab.exceptions import ProblemError
+from curvlab.gradient import Gradient, gradient_of, mean_gradient
 from curvlab.names import criterion_named
 from curvlab.network import Network
-from curvlab.recording import Recording, record
+from curvlab.recorder import record
+from curvlab.recording import Recording
 from curvlab.versions import Versions
 
 __all__ = ["Batch", "Problem"]
-
-DTYPES = (torch.float32, torch.float64)
-
-
-@dataclass(frozen=True, eq=False)
-class Batch:
-    """Inputs and targets of some examples."""
-
-    inputs: Tensor
-    targets: Tensor
 
 
 class Problem:
@@ -55,6 +45,9 @@ class Problem:
     ['0.weight', '0.bias', '2.weight', '2.bias']
     """
 
+    network: Network
+    criterion: Criterion
+
     def __init__(
         self,
         model: nn.Module,
@@ -68,24 +61,19 @@ class Problem:
         self.criterion = criterion_named(criterion)
         self._bind(inputs, targets)
 
-    def _bind(self, inputs: Tensor | Iterable[Any], targets: Tensor | None) -> None:
-        self.network.check_modes()
-        self._recording: tuple[Versions, Recording] | None = None
-        self._fingerprint: tuple[int, int, int] | None = None
-        self._stream: Iterable[Any] | None = None
-        if isinstance(inputs, Tensor):
-            if targets is None:
-                raise ProblemError("targets are missing: Problem(model, criterion, inputs, targets) needs both tensors")
-            self._batch = self._checked(inputs, targets, "the batch")
-        else:
-            self._stream = _re_iterable(inputs, targets)
-
     def on(self, inputs: Tensor | Iterable[Any], targets: Tensor | None = None) -> Problem:
         """The same model and criterion on other data, without analysing the model again."""
         other = object.__new__(Problem)
         other.network, other.criterion = self.network, self.criterion
+        self.network.check_modes()
         other._bind(inputs, targets)
         return other
+
+    def _bind(self, inputs: Tensor | Iterable[Any], targets: Tensor | None) -> None:
+        self._source: Single | Stream = source(inputs, targets)
+        self._recording: tuple[Versions, Recording] | None = None
+        if isinstance(self._source, Single):
+            self._source = Single(self._checked(self._source.batch, "the batch"))
 
     @property
     def model(self) -> nn.Module:
@@ -95,40 +83,32 @@ class Problem:
     @property
     def streamed(self) -> bool:
         """Whether the data come as a re-iterable of batches."""
-        return self._stream is not None
+        return isinstance(self._source, Stream)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All that results depend on: the parameters and, for a single batch, its tensors."""
+        tensors: dict[str, Tensor] = dict(self.model.named_parameters())
+        if isinstance(self._source, Single):
+            batch = self._source.batch
+            tensors |= {"the inputs": batch.inputs, "the targets": batch.targets}
+        return tensors
 
     @property
     def versions(self) -> Versions:
-        """The present versions of the parameters and, for a single batch, of its tensors."""
-        tensors = dict(self.model.named_parameters())
-        if not self.streamed:
-            tensors |= {"inputs": self._batch.inputs, "targets": self._batch.targets}
-        return Versions.of(tensors)
+        """The present versions of `tensors`."""
+        return Versions.of(self.tensors)
 
     def batches(self) -> Iterator[Batch]:
         """The batches, validated; a stream that differs from its first pass is an error."""
-        if self._stream is None:
-            yield self._batch
+        if isinstance(self._source, Single):
+            yield self._source.batch
             return
-        count, rows, digest = 0, 0, 0
-        for count, item in enumerate(self._stream, start=1):
-            batch = self._checked(*_pair(item, count - 1), f"batch {count - 1}")
-            rows += len(batch.inputs)
-            digest += _digest(batch)
-            yield batch
-        if count == 0:
-            raise ProblemError("the re-iterable gave no batch: it is empty (or a one-shot iterator already used up)")
-        self._compare_pass((count, rows, digest))
+        for index, batch in enumerate(self._source.batches()):
+            yield self._checked(batch, f"batch {index}")
 
-    def _compare_pass(self, fingerprint: tuple[int, int, int]) -> None:
-        if self._fingerprint is None:
-            self._fingerprint = fingerprint
-        elif self._fingerprint[1:] != fingerprint[1:]:
-            raise StaleError(
-                f"the batches changed between two passes: the first had {self._fingerprint[1]} examples, this one "
-                f"{fingerprint[1]}, or their contents differ. Curvature needs the same data in every pass: "
-                f"turn random augmentation, sampling and drop_last with shuffling off"
-            )
+    def _checked(self, batch: Batch, what: str) -> Batch:
+        return checked(batch, what, self.network, self.criterion)
 
     def recordings(self) -> Iterator[Recording]:
         """One recording a batch; that of a single batch is kept while nothing it depends on changes."""
@@ -142,92 +122,28 @@ class Problem:
 
     def recording(self) -> Recording:
         """The recording of a single batch."""
-        if self.streamed:
+        if not isinstance(self._source, Single):
             raise ProblemError("a streamed problem has one recording for each batch: use recordings()")
-        if self._recording is None or self._recording[0].changed():
-            batch = self._batch
-            self._recording = (self.versions, record(self.network, self.criterion, batch.inputs, batch.targets))
+        if self._recording is None or self._recording[0].differing(self.tensors):
+            batch, versions = self._source.batch, self.versions
+            self._recording = (versions, record(self.network, self.criterion, batch.inputs, batch.targets))
         return self._recording[1]
 
     def gradient(self) -> Gradient:
         """E[∇ξ], by parameter name; a weight's gradient is formed only when it is asked for."""
-        return accumulate_gradient(self.recordings())
+        return mean_gradient(self.recordings()) if self.streamed else gradient_of(self.recording())
 
     def loss(self) -> Tensor:
         """E[ξ], as torch's mean-reduced loss gives it."""
-        total, weight = 0.0, 0.0
-        for recording in self.recordings():
-            total = total + recording.total_weight * recording.loss
-            weight = weight + recording.total_weight
-        return torch.as_tensor(total / weight)
-
-    def _checked(self, inputs: Any, targets: Any, what: str) -> Batch:
-        for name, value in (("inputs", inputs), ("targets", targets)):
-            if not isinstance(value, Tensor):
-                raise ProblemError(f"{name} of {what} must be a tensor, got {type(value).__name__}")
-        weight = self.network.layers[0].module.weight
-        if inputs.ndim == 0 or len(inputs) == 0:
-            raise ProblemError(f"inputs of {what} have shape {tuple(inputs.shape)}: a batch needs at least one example")
-        if targets.ndim == 0 or len(targets) != len(inputs):
-            raise ProblemError(
-                f"{what} has {len(inputs)} inputs but targets of shape {tuple(targets.shape)}: one target an example"
-            )
-        if weight.dtype not in DTYPES:
-            raise ProblemError(
-                f"the model is in {weight.dtype}: curvature needs float32 or float64 (model.float() or model.double())"
-            )
-        if inputs.is_floating_point() and inputs.dtype != weight.dtype:
-            raise ProblemError(
-                f"inputs of {what} are {inputs.dtype} but the model is {weight.dtype}: convert one with .to()"
-            )
-        if self.network.chain is not None and not inputs.is_floating_point():
-            raise ProblemError(f"inputs of {what} are {inputs.dtype}; expected {weight.dtype}")
-        for name, value in (("inputs", inputs), ("targets", targets)):
-            if value.device != weight.device:
-                raise ProblemError(
-                    f"{name} of {what} are on {value.device} but the model is on {weight.device}: move one with .to()"
-                )
-        return Batch(inputs, targets)
+        means = [(recording.loss, recording.total_weight) for recording in self.recordings()]
+        losses, weights = (torch.stack(column) for column in zip(*means, strict=True))
+        return losses @ (weights / weights.sum())
 
     def __repr__(self) -> str:
-        layers = " → ".join(
-            [str(self.network.layers[0].module.in_features)]
-            + [str(layer.module.out_features) for layer in self.network.layers]
+        chain = self.network.chain
+        layers = (self.network if chain is None else chain).layers
+        widths = [layers[0].module.in_features, *(layer.module.out_features for layer in layers)]
+        structure = (
+            "-".join(map(str, widths)) if chain is not None else f"{len(layers)} Linear layers, no chain"
         )
-        data = "a stream of batches" if self.streamed else f"{len(self._batch.inputs)} examples"
-        structure = "chain" if self.network.chain is not None else "no chain"
-        return f"Problem({layers}, {structure}, criterion={self.criterion.name}, {data})"
-
-
-def _re_iterable(data: Any, targets: Tensor | None) -> Iterable[Any]:
-    if targets is not None:
-        raise ProblemError("targets go with a tensor of inputs; a re-iterable of batches brings its own")
-    if not isinstance(data, Iterable):
-        raise ProblemError(f"inputs must be a tensor or a re-iterable of (inputs, targets), got {type(data).__name__}")
-    if iter(data) is data:
-        raise ProblemError(
-            f"inputs are a one-shot {type(data).__name__}: curvature may need several passes. "
-            f"Pass a list of batches or a DataLoader"
-        )
-    return data
-
-
-def _pair(item: Any, index: int) -> tuple[Any, Any]:
-    if not isinstance(item, tuple | list) or len(item) != 2:
-        raise ProblemError(f"batch {index} is a {type(item).__name__}; expected a pair (inputs, targets)")
-    return item[0], item[1]
-
-
-def _digest(batch: Batch) -> int:
-    """A sum over the bits of the batch: the same however the examples are ordered or batched."""
-    if not device.readable(batch.inputs):
-        return 0
-    return sum(_bit_sum(t) for t in (batch.inputs, batch.targets)) % (1 << 63)
-
-
-def _bit_sum(tensor: Tensor) -> int:
-    tensor = tensor.detach()
-    if tensor.is_floating_point():
-        tensor = tensor.contiguous().view({4: torch.int32, 8: torch.int64, 2: torch.int16}[tensor.element_size()])
-    return int(tensor.sum(dtype=torch.int64)) % (1 << 63)
-
+        return f"Problem({structure}, criterion={self.criterion.name}, {self._source})"

@@ -5,8 +5,8 @@
 
 The gradients stop at the pre-activations: no gradient of a weight is formed. A *row* is what a
 layer sees of one example; `inputs` and `gradients` of a layer hold one row each for every row,
-and `root` the square root of its weight in the mean. A chain is run from its weights; any other
-model is called once, with its Linear layers observed.
+and `root` the square root of its weight in the mean. What only some providers read (the backward
+pass, σ', σ'', Jacobians) is computed when first asked for, and kept.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from curvlab import device
+from curvlab.chain import Chain
 from curvlab.criteria import Criterion
-from curvlab.exceptions import ProblemError
+from curvlab.layers import Layer
 from curvlab.linalg import GramFactor
-from curvlab.network import Chain, Layer, Network
+from curvlab.network import Network
 
-__all__ = ["ChainRecording", "GraphRecording", "LayerRecord", "Recording", "record"]
+__all__ = ["ChainRecording", "GraphRecording", "LayerRecord", "Recording"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +85,18 @@ class Recording(ABC):
     @abstractmethod
     def pullback(self, cotangents: Tensor) -> tuple[Tensor, ...]:
         """J_iᵀ v for each cotangent v at the logits: (r, m, K) to (r, m, n_t) for each layer of `layers`."""
+
+    @cached_property
+    def jacobians(self) -> tuple[Tensor, ...]:
+        """J_i = ∂h^k/∂z^t, (K, m, n_t) for each layer of `layers`."""
+        outputs = self.logits.shape[1]
+        basis = torch.eye(outputs, dtype=self.logits.dtype, device=self.logits.device)
+        return self.pullback(basis[:, None, :].expand(outputs, self.examples, outputs))
+
+    def curved(self, jacobian: Tensor) -> Tensor:
+        """∇²ξ_i J_i in the same layout as J_i, (K, m, n)."""
+        hessians = self.criterion.hessians(self.logits, self.targets)
+        return torch.einsum("mkl,lmn->kmn", hessians, jacobian)
 
     def layer_record(self, layer: Layer, inputs: Tensor, gradients: Tensor) -> LayerRecord:
         """A record with this batch's row weights."""
@@ -163,138 +175,22 @@ class GraphRecording(Recording):
 
     @cached_property
     def layers(self) -> tuple[LayerRecord, ...]:
-        (gradients,) = (self.pullback(self.criterion.gradients(self.logits, self.targets)[None]),)
-        return tuple(
-            self.layer_record(layer, h, g[0]) for (layer, h, _), g in zip(self.observed, gradients, strict=True)
-        )
+        gradients = self.pullback(self.criterion.gradients(self.logits, self.targets)[None])
+        observed = zip(self.observed, gradients, strict=True)
+        return tuple(self.layer_record(layer, h, g[0]) for (layer, h, _), g in observed)
 
     def pullback(self, cotangents: Tensor) -> tuple[Tensor, ...]:
         outputs = [z for _, _, z in self.observed]
-        draws = [
-            torch.autograd.grad(self.graph_logits, outputs, v, retain_graph=True, allow_unused=True)
-            for v in cotangents
-        ]
-        return tuple(
-            torch.stack([torch.zeros_like(z) if g is None else g for g in per_layer])
-            for z, per_layer in zip(outputs, zip(*draws, strict=True), strict=True)
-        )
-
-
-def record(
-    network: Network, criterion: Criterion, inputs: Tensor, targets: Tensor, first_row: int = 0
-) -> Recording:
-    """Run one batch through the network and keep what providers need; the model is left as it was."""
-    network.check_modes()
-    run = _run_graph if network.chain is None else _run_chain
-    with torch.autocast(inputs.device.type, enabled=False):
-        return run(network, criterion, inputs, targets, first_row)
-
-
-def _run_chain(
-    network: Network, criterion: Criterion, inputs: Tensor, targets: Tensor, first_row: int
-) -> ChainRecording:
-    chain = network.chain
-    assert chain is not None
-    h = inputs.detach().flatten(1) if chain.flatten else inputs.detach()
-    _check_features(h, chain)
-    hidden, preactivations = [h], []
-    with torch.no_grad():
-        for index, layer in enumerate(chain.layers):
-            z = nn.functional.linear(hidden[-1], layer.module.weight, layer.module.bias)
-            preactivations.append(z)
-            if index < len(chain.activations):
-                hidden.append(chain.activations[index].value(z))
-        _check_finite(inputs, [(layer.label, z) for layer, z in zip(chain.layers, preactivations, strict=True)])
-        weights = _row_weights(criterion, preactivations[-1], targets)
-        return ChainRecording(
-            network, criterion, preactivations[-1], targets, weights, first_row, chain, tuple(hidden), tuple(preactivations)
-        )  # fmt: skip
-
-
-def _check_features(h: Tensor, chain: Chain) -> None:
-    expected = chain.layers[0].module.in_features
-    if h.ndim != 2 or h.shape[1] != expected:
-        raise ProblemError(
-            f"inputs have shape {tuple(h.shape)} where {chain.layers[0].label} expects (examples, {expected})"
-            + ("; add nn.Flatten() in front" if h.ndim > 2 and h[0].numel() == expected else "")
-        )
-
-
-def _run_graph(
-    network: Network, criterion: Criterion, inputs: Tensor, targets: Tensor, first_row: int
-) -> GraphRecording:
-    seen: dict[Layer, tuple[Tensor, Tensor]] = {}
-
-    def observe(layer: Layer, given: Tensor, output: Tensor) -> Tensor:
-        if layer in seen:
-            raise ProblemError(
-                f"{layer.label} is used twice in one forward pass: curvature of shared weights is not supported"
-            )
-        seen[layer] = (given.detach(), output)
-        # A copy goes on: an in-place activation must not overwrite the pre-activation just seen.
-        return output.clone()
-
-    handles = [
-        layer.module.register_forward_hook(lambda _, args, out, layer=layer: observe(layer, args[0], out))  # type: ignore[misc]
-        for layer in network.selected
-    ]
-    try:
-        with torch.enable_grad():
-            logits = network.model(inputs.detach())
-    finally:
-        for handle in handles:
-            handle.remove()
-    _check_observed(network, seen, logits, inputs)
-    observed = tuple((layer, *seen[layer]) for layer in network.selected)
-    weights = _row_weights(criterion, logits.detach(), targets)
-    return GraphRecording(network, criterion, logits.detach(), targets, weights, first_row, observed, logits)
-
-
-def _check_observed(
-    network: Network, seen: dict[Layer, tuple[Tensor, Tensor]], logits: Tensor, inputs: Tensor
-) -> None:
-    for layer in network.selected:
-        if layer not in seen:
-            raise ProblemError(
-                f"{layer.label} took no part in the forward pass; leave it out with layers=[…], from "
-                f"{[other.name for other in seen]}"
-            )
-        if seen[layer][0].ndim != 2:
-            raise ProblemError(
-                f"{layer.label} saw inputs of shape {tuple(seen[layer][0].shape)}: several positions an example "
-                f"(weight sharing), which only `hessian` supports. Expected (examples, features)"
-            )
-    if not isinstance(logits, Tensor) or logits.ndim != 2 or logits.shape[0] != inputs.shape[0]:
-        shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-        raise ProblemError(f"the model returned {shape}; expected logits of shape (examples, outputs)")
-    _check_finite(inputs, [(layer.label, seen[layer][1]) for layer in network.selected])
-
-
-def _row_weights(criterion: Criterion, logits: Tensor, targets: Tensor) -> Tensor:
-    criterion.check(logits, targets)
-    weights = criterion.weights(logits, targets)
-    if weights is None:
-        return logits.new_ones(logits.shape[0])
-    if device.readable(weights) and not bool(weights.sum() > 0):
-        raise ProblemError("every example of the batch has weight 0 (ignore_index or class weights): no mean exists")
-    return weights
-
-
-def _check_finite(inputs: Tensor, preactivations: list[tuple[str, Tensor]]) -> None:
-    """Catch NaN and infinity where they first show, with a single read back to the host.
-
-    A non-finite input or weight makes some pre-activation non-finite, so the wide tensors
-    themselves need no pass of their own.
-    """
-    sums = torch.stack([z.detach().sum() for _, z in preactivations])
-    if not device.readable(sums) or bool(torch.isfinite(sums).all()):
-        return
-    if not bool(torch.isfinite(inputs).all()):
-        bad = (~torch.isfinite(inputs.flatten(1))).any(1).nonzero()[:, 0]
-        raise ProblemError(f"inputs are not finite: NaN or infinity in {len(bad)} examples, the first is {int(bad[0])}")
-    for label, z in preactivations:
-        if not bool(torch.isfinite(z).all()):
-            raise ProblemError(
-                f"the pre-activations of {label} are not finite: its weight or bias holds NaN or infinity, "
-                f"or its output overflows. Has training diverged?"
-            )
+        with torch.inference_mode(False), torch.enable_grad():
+            draws = [
+                torch.autograd.grad(
+                    self.graph_logits,
+                    outputs,
+                    v,
+                    retain_graph=True,
+                    allow_unused=True,
+                    materialize_grads=True,
+                )
+                for v in cotangents
+            ]
+        return tuple(torch.stack(per_layer) for per_layer in zip(*draws, strict=True))

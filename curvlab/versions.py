@@ -1,4 +1,8 @@
-"""Tensor versions: noticing that a tensor was changed in place since a result was computed from it."""
+"""Tensor versions: noticing that a tensor was changed in place since a result was computed from it.
+
+Torch counts the in-place changes of every tensor, and a tensor given other storage has another
+address. A write through `tensor.data` or a numpy view is not counted, so it is not seen.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +12,35 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["Versions"]
+from curvlab import device
+
+__all__ = ["Stamp", "Versions"]
 
 
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
+@dataclass(frozen=True)
+class Stamp:
+    """The version and the address a tensor had.
+
+    >>> import torch
+    >>> w = torch.zeros(2)
+    >>> before = Stamp.of(w)
+    >>> Stamp.of(w.add_(1)) == before
+    False
+    """
+
+    version: int
+    address: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Stamp:
+        """The present version; inference tensors have none, fake ones no address."""
+        version = -1 if tensor.is_inference() else tensor._version
+        return cls(version, tensor.data_ptr() if device.readable(tensor) else 0)
 
 
 @dataclass(frozen=True, eq=False)
 class Versions:
-    """Which version each of some named tensors had.
+    """Which version each of some named tensors had; the tensors themselves are not kept alive.
 
     >>> import torch
     >>> w = torch.zeros(2)
@@ -29,22 +52,25 @@ class Versions:
     ['w']
     """
 
-    entries: tuple[tuple[str, weakref.ref[Tensor], int, int], ...]
+    entries: tuple[tuple[str, weakref.ref[Tensor], Stamp], ...]
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> Versions:
         """Note the present versions."""
-        return cls(tuple((name, weakref.ref(t), _version(t), t.data_ptr() if _has_data(t) else 0) for name, t in tensors.items()))
+        return cls(tuple((name, weakref.ref(t), Stamp.of(t)) for name, t in tensors.items()))
 
     def changed(self) -> list[str]:
         """Names of the tensors that were changed in place, or given other storage, since."""
         return [
             name
-            for name, ref, version, pointer in self.entries
-            if (tensor := ref()) is not None
-            and (_version(tensor) != version or (tensor.data_ptr() if _has_data(tensor) else 0) != pointer)
+            for name, ref, stamp in self.entries
+            if (tensor := ref()) is not None and Stamp.of(tensor) != stamp
         ]
 
-
-def _has_data(tensor: Tensor) -> bool:
-    return type(tensor).__name__ != "FakeTensor" and not tensor.is_meta
+    def differing(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        """Names under which `tensors` holds another tensor, or the same one changed since."""
+        return [
+            name
+            for name, ref, stamp in self.entries
+            if ref() is not tensors.get(name) or Stamp.of(tensors[name]) != stamp
+        ]

@@ -1,8 +1,8 @@
 """Blocks: the curvature of one parameter, acting on tensors of the parameter's own shape.
 
-    factor block      b ↦ B b                       a bias
-    Kronecker block   X ↦ B X A,  dense form B ⊗ A  a weight, rows flattened as torch does
-    operator block    X ↦ f(X)                      matrix-free: exact Hessian, exact Gauss-Newton
+factor block      b ↦ B b                       a bias
+Kronecker block   X ↦ B X A,  dense form B ⊗ A  a weight, rows flattened as torch does
+operator block    X ↦ f(X)                      matrix-free: exact Hessian, exact Gauss-Newton
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from torch import Tensor
 
 from curvlab.linalg.factors import Factor
 
-__all__ = ["Block", "FactorBlock", "KroneckerBlock", "OperatorBlock", "check_dense_bytes"]
+__all__ = ["Block", "FactorBlock", "KroneckerBlock", "OperatorBlock", "check_dense_bytes", "dense_from"]
 
 DENSE_BYTES = 2 * 1024**3
-BASIS_CHUNK = 64
 
 
 def check_dense_bytes(n: int, element_size: int, max_bytes: int, what: str) -> None:
@@ -32,6 +31,20 @@ def check_dense_bytes(n: int, element_size: int, max_bytes: int, what: str) -> N
             f"(limit {max_bytes:,}); use `@`, diagonal(), trace() or frobenius_norm(), "
             f"or pass a larger max_bytes"
         )
+
+
+def dense_from(product: Callable[[Tensor], Tensor], n: int, like: Tensor) -> Tensor:
+    """The n × n matrix of a linear map, column by column, in the dtype and on the device of `like`.
+
+    >>> dense_from(lambda x: 2 * x, 2, torch.empty(0)).tolist()
+    [[2.0, 0.0], [0.0, 2.0]]
+    """
+    matrix = torch.empty(n, n, dtype=like.dtype, device=like.device)
+    for index in range(n):
+        unit = torch.zeros(n, dtype=like.dtype, device=like.device)
+        unit[index] = 1
+        matrix[:, index] = product(unit)
+    return matrix
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,14 +102,7 @@ class Block(ABC):
         return self._dense()
 
     def _dense(self) -> Tensor:
-        columns = []
-        for start in range(0, self.numel, BASIS_CHUNK):
-            stop = min(start + BASIS_CHUNK, self.numel)
-            for index in range(start, stop):
-                basis = self.example.new_zeros(self.numel)
-                basis[index] = 1
-                columns.append(self.matmul(basis.reshape(self.shape)).flatten())
-        return torch.stack(columns, dim=1)
+        return dense_from(lambda x: self.matmul(x.reshape(self.shape)).flatten(), self.numel, self.example)
 
     def eigvalsh(self, max_bytes: int = DENSE_BYTES) -> Tensor:
         """All eigenvalues, ascending."""
@@ -190,8 +196,8 @@ class KroneckerBlock(Block):
 class OperatorBlock(Block):
     """A matrix-free block: a product, with closed forms for what has one.
 
-    `product` maps tensors of the parameter's shape to the same; `squares` gives the diagonal,
-    `pairs` the squared Frobenius norm, each computed when asked for.
+    `product` maps tensors of the parameter's shape to the same; `diagonal_of`, `trace_of` and
+    `square_norm_of` are computed when asked for, and from the dense form where there are none.
     """
 
     kind: ClassVar[str] = "operator"

@@ -2,8 +2,8 @@
 
     E[f] = Σ_b w_b E_b[f] / Σ_b w_b     with w_b = Σ c_i the weight of batch b
 
-A tensor is summed. A Gram factor keeps the rows it is given until they are as many as it has
-columns, or take more than `ROW_BYTES`: from then on the dense form is cheaper and is summed instead.
+A tensor is summed. A Gram factor keeps the rows it is given while they are fewer than its columns and
+take no more than `ROW_BYTES`; once they are as many, the dense form is smaller and is summed instead.
 """
 
 from __future__ import annotations
@@ -13,20 +13,29 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from curvlab.exceptions import ProblemError, StaleError
 from curvlab.linalg import DenseFactor, Factor, GramFactor
 from curvlab.linalg.inputs import InputFactors
+from curvlab.versions import Stamp
 
 __all__ = ["ROW_BYTES", "InputMean", "Mean", "RowMean", "TensorMean", "mean_of"]
 
-ROW_BYTES = 256 * 1024**2
+ROW_BYTES = 2 * 1024**3
 
 
 @dataclass
 class TensorMean:
-    """The mean of a tensor."""
+    """The mean of a tensor.
 
-    total: Tensor | None = None
+    >>> mean = TensorMean()
+    >>> mean.add(torch.tensor(1.0), torch.tensor(3.0))
+    >>> mean.add(torch.tensor(5.0), torch.tensor(1.0))
+    >>> mean.value()
+    tensor(2.)
+    """
+
     first: Tensor | None = None
+    total: Tensor | None = None
     weight: Tensor | None = None
 
     def add(self, value: Tensor, weight: Tensor) -> None:
@@ -37,7 +46,7 @@ class TensorMean:
         if self.first is not None:
             self.total, self.first = self.first * self.weight, None
         assert self.total is not None
-        self.total = self.total + value * weight
+        self.total.add_(value * weight)
         self.weight = self.weight + weight
 
     def value(self) -> Tensor:
@@ -53,9 +62,8 @@ class TensorMean:
 class RowMean:
     """The mean of the Gram factor Hᵀ diag(c) H."""
 
-    rows: list[Tensor] = field(default_factory=list)
-    roots: list[Tensor] = field(default_factory=list)
     single: GramFactor | None = None
+    rows: list[tuple[Tensor, Tensor, Stamp]] = field(default_factory=list)
     dense: Tensor | None = None
     weight: Tensor | None = None
 
@@ -63,22 +71,10 @@ class RowMean:
         """Count the rows of `value` with `weight`."""
         self.single = value if self.weight is None else None
         self.weight = weight if self.weight is None else self.weight + weight
-        self.rows.append(value.rows)
-        self.roots.append(value.root * weight.sqrt())
-        if self.single is None and (self.dense is not None or self._full(value.size)):
+        self.rows.append((value.rows, value.root * weight.sqrt(), Stamp.of(value.rows)))
+        if self.single is None and (self.dense is not None or self._held() >= value.size):
             self._sum_rows(value.size)
-
-    def _sum_rows(self, size: int) -> None:
-        if self.dense is None:
-            self.dense = self.rows[0].new_zeros(size, size)
-        for rows, root in zip(self.rows, self.roots, strict=True):
-            scaled = rows * root[:, None]
-            self.dense.addmm_(scaled.T, scaled)
-        self.rows, self.roots = [], []
-
-    def _full(self, size: int) -> bool:
-        held = sum(len(rows) for rows in self.rows)
-        return held >= size or held * size * self.rows[0].element_size() > ROW_BYTES
+        _check_bytes(self._held(), value.rows)
 
     def value(self) -> Factor:
         """The mean so far; that of a single batch is the batch's own factor."""
@@ -87,7 +83,37 @@ class RowMean:
             return self.single
         if self.dense is not None:
             return DenseFactor(self.dense / self.weight)
-        return GramFactor(torch.cat(self.rows), torch.cat(self.roots) / self.weight.sqrt())
+        rows, roots = zip(*self._unchanged(), strict=True)
+        return GramFactor(torch.cat(rows), torch.cat(roots) / self.weight.sqrt())
+
+    def _held(self) -> int:
+        return sum(len(rows) for rows, _, _ in self.rows)
+
+    def _sum_rows(self, size: int) -> None:
+        if self.dense is None:
+            self.dense = self.rows[0][0].new_zeros(size, size)
+        for rows, root in self._unchanged():
+            scaled = rows * root[:, None]
+            self.dense.addmm_(scaled.T, scaled)
+        self.rows = []
+
+    def _unchanged(self) -> list[tuple[Tensor, Tensor]]:
+        if any(Stamp.of(rows) != stamp for rows, _, stamp in self.rows):
+            raise StaleError(
+                "a batch was overwritten while the pass went on, and its rows are still needed: let the "
+                "re-iterable give a new tensor for every batch"
+            )
+        return [(rows, root) for rows, root, _ in self.rows]
+
+
+def _check_bytes(held: int, rows: Tensor) -> None:
+    needed = held * rows.shape[1] * rows.element_size()
+    if needed > ROW_BYTES and held > len(rows):
+        raise ProblemError(
+            f"a layer with {rows.shape[1]:,} inputs has seen {held:,} rows, {needed:,} bytes, and its dense "
+            f"factor would be larger still; the limit is {ROW_BYTES:,} bytes. Stream fewer examples, or "
+            f"leave the layer out with layers=[…]"
+        )
 
 
 @dataclass
@@ -100,8 +126,16 @@ class InputMean:
     def add(self, value: InputFactors, weight: Tensor) -> None:
         """Count a batch's inputs with `weight`."""
         assert isinstance(value.full, GramFactor)
-        self.mean.add(value.mean, weight)
+        if self.full.weight is not None:
+            self._add_mean(value.mean, weight)
         self.full.add(value.full, weight)
+
+    def _add_mean(self, mean: Tensor, weight: Tensor) -> None:
+        """E[h] is needed from the second batch on; until then the Gram factor brings its own."""
+        if self.full.single is not None:
+            assert self.full.weight is not None
+            self.mean.add(self.full.single.mean, self.full.weight)
+        self.mean.add(mean, weight)
 
     def value(self) -> InputFactors:
         """The input factors so far."""
@@ -112,9 +146,8 @@ class InputMean:
 Mean = TensorMean | RowMean | InputMean
 
 
-def mean_of(value: Tensor | GramFactor | InputFactors) -> Mean:
+def mean_of(value: Tensor | Factor | InputFactors) -> Mean:
     """An empty mean of the kind that `value` needs."""
     if isinstance(value, InputFactors):
         return InputMean()
     return RowMean() if isinstance(value, GramFactor) else TensorMean()
-

@@ -7,17 +7,20 @@ turns their means into blocks; `estimate` computes the statistics of all provide
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, cast
+
+from torch import Tensor
 
 from curvlab.curvature import Curvature, LayerCurvature
 from curvlab.linalg import Factor
+from curvlab.linalg.inputs import InputFactors
 from curvlab.network import Network
 from curvlab.problem import Problem
 from curvlab.providers.statistics import Inputs, Statistic, Values
 
-__all__ = ["Context", "Provider", "kronecker_layers"]
+__all__ = ["INPUTS", "Context", "Provider", "kronecker_layers"]
 
 INPUTS = Inputs()
 
@@ -33,6 +36,19 @@ class Context:
     def network(self) -> Network:
         """The analysed model."""
         return self.problem.network
+
+    def tensors(self, statistic: Statistic) -> tuple[Tensor, ...]:
+        """The means of a statistic that gives tensors."""
+        return cast(tuple[Tensor, ...], self.means[statistic])
+
+    def factors(self, statistic: Statistic) -> tuple[Factor, ...]:
+        """The means of a statistic that gives Gram factors."""
+        return cast(tuple[Factor, ...], self.means[statistic])
+
+    @property
+    def inputs(self) -> tuple[InputFactors, ...]:
+        """E[hhᵀ] and E[h] for each layer with blocks; `INPUTS` must be among the provider's statistics."""
+        return cast(tuple[InputFactors, ...], self.means[INPUTS])
 
 
 @dataclass(frozen=True)
@@ -55,12 +71,9 @@ class Provider(ABC):
             problem.network.require_chain(name)
 
 
-def kronecker_layers(context: Context, outputs: Mapping[str, Factor]) -> tuple[LayerCurvature, ...]:
-    """Layers with weight blocks E[hhᵀ] ⊗ B^t from the output factors B^t, by layer name."""
-    inputs = context.means[INPUTS]
-    layers = []
-    for layer, factors in zip(context.network.selected, inputs, strict=True):
-        layers.append(
-            LayerCurvature(layer.name, layer.weight_name, layer.bias_name, outputs[layer.name], factors)  # type: ignore[arg-type]
-        )
-    return tuple(layers)
+def kronecker_layers(context: Context, outputs: Sequence[Factor]) -> tuple[LayerCurvature, ...]:
+    """Layers with weight blocks E[hhᵀ] ⊗ B^t from the output factors B^t, one for each layer with blocks."""
+    return tuple(
+        LayerCurvature(layer.name, layer.weight_name, layer.bias_name, output, inputs)
+        for layer, output, inputs in zip(context.network.selected, outputs, context.inputs, strict=True)
+    )

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import overload
 
 from curvlab.curvature import Curvature
+from curvlab.exceptions import SpecError
 from curvlab.problem import Problem
 from curvlab.providers.accumulate import Mean, mean_of
 from curvlab.providers.base import Context, Provider
@@ -17,7 +18,7 @@ __all__ = ["estimate"]
 
 
 @overload
-def estimate(provider: str | Provider, problem: Problem) -> Curvature: ...
+def estimate(provider: str | Provider, problem: Problem) -> Curvature: ...  # type: ignore[overload-overlap]
 @overload
 def estimate(provider: Sequence[str | Provider], problem: Problem) -> list[Curvature]: ...
 def estimate(
@@ -31,7 +32,7 @@ def estimate(
     >>> [c.provider for c in estimate(["fisher", "pch-1"], problem)]
     ['fisher', 'pch-1']
     """
-    if isinstance(provider, str | Provider):
+    if isinstance(provider, str) or not isinstance(provider, Sequence):
         return estimate([provider], problem)[0]
     named = [(_name(spec), providers.make(spec)) for spec in provider]
     for name, instance in named:
@@ -44,7 +45,13 @@ def estimate(
 
 
 def _name(spec: str | Provider) -> str:
-    return spec if isinstance(spec, str) else providers.canonical(spec)
+    """The text that was asked with; an instance's own text, or its class's name if it is not registered."""
+    if isinstance(spec, str):
+        return spec
+    try:
+        return providers.canonical(spec)
+    except SpecError:
+        return type(spec).__name__
 
 
 def _means(problem: Problem, wanted: list[Statistic]) -> dict[Statistic, Values]:

@@ -11,10 +11,15 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from curvlab.curvature import Curvature, Definiteness
-from curvlab.linalg import Factor
+from curvlab.exceptions import SpecError
 from curvlab.problem import Problem
 from curvlab.providers.base import INPUTS, Context, Provider, kronecker_layers
-from curvlab.providers.statistics import GradientProducts, Statistic
+from curvlab.providers.statistics import (
+    ExpectedGradientProducts,
+    GradientProducts,
+    SampledGradientProducts,
+    Statistic,
+)
 
 __all__ = ["Fisher"]
 
@@ -22,6 +27,8 @@ __all__ = ["Fisher"]
 @dataclass(frozen=True)
 class Fisher(Provider):
     """Second moment of the gradients, with labels given, sampled or in expectation.
+
+    `samples` draws an example and their `seed` matter to the kind `mc` only.
 
     >>> Fisher(kind="mc", samples=4)
     Fisher(kind='mc', samples=4, seed=0)
@@ -33,25 +40,28 @@ class Fisher(Provider):
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if self.kind not in ("empirical", "mc", "exact"):
+            raise SpecError(f"kind={self.kind!r}: expected empirical, mc or exact")
         if self.samples < 1:
-            raise ValueError(f"samples={self.samples}: at least one draw an example is needed")
+            raise SpecError(f"samples={self.samples}: at least one draw an example is needed")
 
     @property
-    def products(self) -> GradientProducts:
+    def products(self) -> Statistic:
         """The statistic that gives B^t."""
-        return GradientProducts(self.kind, self.samples, self.seed) if self.kind == "mc" else GradientProducts(self.kind)
+        if self.kind == "mc":
+            return SampledGradientProducts(self.samples, self.seed)
+        return GradientProducts() if self.kind == "empirical" else ExpectedGradientProducts()
 
     def statistics(self, problem: Problem) -> tuple[Statistic, ...]:
         return (INPUTS, self.products)
 
     def curvature(self, context: Context, name: str) -> Curvature:
-        factors = context.means[self.products]
-        outputs: dict[str, Factor] = {
-            layer.name: factor  # type: ignore[misc]
-            for layer, factor in zip(context.network.selected, factors, strict=True)
-        }
         criterion = context.problem.criterion
-        sampled = self.kind != "empirical"
-        notes = (f"criterion `{criterion.name}` is not a likelihood",) if sampled and not criterion.likelihood else ()
-        definiteness = Definiteness(True, "a second moment")
-        return Curvature(name, criterion.name, kronecker_layers(context, outputs), definiteness, notes=notes)
+        honest = self.kind == "empirical" or criterion.likelihood
+        return Curvature(
+            name,
+            criterion.name,
+            kronecker_layers(context, context.factors(self.products)),
+            Definiteness(True, "a second moment"),
+            notes=() if honest else (f"criterion `{criterion.name}` is not a likelihood",),
+        )

@@ -15,17 +15,20 @@ import torch
 from torch import Tensor
 
 from curvlab import device
+from curvlab.criteria import Criterion
 from curvlab.curvature import Curvature, Definiteness
+from curvlab.exceptions import SpecError
 from curvlab.linalg import DenseFactor
 from curvlab.problem import Problem
 from curvlab.providers.base import INPUTS, Context, Provider, kronecker_layers
 from curvlab.providers.gauss_newton_operator import exact_layers
-from curvlab.providers.recursion import OUTPUT_HESSIAN, SLOPES, output_factors
-from curvlab.providers.statistics import GaussNewtonBlocks, Statistic
+from curvlab.providers.recursion import OUTPUT_HESSIAN, SLOPES, recurse
+from curvlab.providers.statistics import GaussNewtonBlocks, OutputSpectrum, Statistic
 
 __all__ = ["GaussNewton"]
 
 BLOCKS = GaussNewtonBlocks()
+SPECTRUM = OutputSpectrum()
 
 
 @dataclass(frozen=True)
@@ -39,44 +42,60 @@ class GaussNewton(Provider):
     needs_chain: ClassVar[bool] = False
     kind: Literal["recursive", "exact"] = "recursive"
 
+    def __post_init__(self) -> None:
+        if self.kind not in ("recursive", "exact"):
+            raise SpecError(f"kind={self.kind!r}: expected recursive or exact")
+
     def check(self, problem: Problem, name: str) -> None:
         if self.kind == "recursive":
             problem.network.require_chain(name)
 
     def statistics(self, problem: Problem) -> tuple[Statistic, ...]:
-        return (INPUTS, OUTPUT_HESSIAN, SLOPES) if self.kind == "recursive" else (BLOCKS, OUTPUT_HESSIAN)
+        if self.kind == "recursive":
+            return (INPUTS, OUTPUT_HESSIAN, SLOPES)
+        return (BLOCKS,) if problem.criterion.convex else (BLOCKS, SPECTRUM)
 
     def curvature(self, context: Context, name: str) -> Curvature:
-        (output,) = context.means[OUTPUT_HESSIAN]
-        criterion = context.problem.criterion
-        assert isinstance(output, Tensor)
-        if self.kind == "recursive":
-            definiteness = _definiteness(context.problem, [output])
-            layers = kronecker_layers(context, output_factors(context, name, output, lambda _: None))
-            return Curvature(name, criterion.name, layers, definiteness)
-        blocks: tuple[Tensor, ...] = context.means[BLOCKS]  # type: ignore[assignment]
-        definiteness = _exact_definiteness(context.problem, list(blocks))
-        layers = exact_layers(context.problem, [DenseFactor(block) for block in blocks])
-        versions = context.problem.versions
-        return Curvature(name, criterion.name, layers, definiteness, versions=versions, live=True)
+        return _recursive(context, name) if self.kind == "recursive" else _exact(context, name)
 
 
-def _definiteness(problem: Problem, matrices: list[Tensor]) -> Definiteness:
-    """Known from the criterion, or measured as the smallest eigenvalue of `matrices`."""
-    criterion = problem.criterion
-    if criterion.convex:
-        return Definiteness(True, f"criterion `{criterion.name}` is convex")
-    if not device.readable(matrices[0]):
-        return Definiteness(False, f"criterion `{criterion.name}` is not known to be convex")
-    spectra = [torch.linalg.eigvalsh(matrix) for matrix in matrices]
-    smallest, worst = min((float(values[0]), float(values.abs().max())) for values in spectra)
-    rounding = 8 * torch.finfo(matrices[0].dtype).eps * worst
-    return Definiteness(smallest >= -rounding, f"measured on this batch: smallest eigenvalue {smallest:.2g}")
+def _recursive(context: Context, name: str) -> Curvature:
+    chain, criterion = context.network.require_chain(name), context.problem.criterion
+    (top,) = context.tensors(OUTPUT_HESSIAN)
+    outputs = recurse(chain, top, context.tensors(SLOPES), [None] * len(chain.activations))
+    definiteness = _known(criterion) or _measured_mean(top)
+    return Curvature(name, criterion.name, kronecker_layers(context, outputs), definiteness)
 
 
-def _exact_definiteness(problem: Problem, blocks: list[Tensor]) -> Definiteness:
-    """As above; a weight block mixes the examples' Hessians by their inputs, so each must be PSD by itself."""
-    measured = _definiteness(problem, blocks)
-    if problem.criterion.convex or not measured.psd:
-        return measured
-    return Definiteness(False, f"criterion `{problem.criterion.name}` is not known to be convex for each example")
+def _exact(context: Context, name: str) -> Curvature:
+    problem = context.problem
+    layers = exact_layers(problem, [DenseFactor(block) for block in context.tensors(BLOCKS)])
+    definiteness = _known(problem.criterion) or _measured_examples(*context.tensors(SPECTRUM))
+    versions = problem.versions
+    return Curvature(name, problem.criterion.name, layers, definiteness, versions=versions, live=True)
+
+
+def _known(criterion: Criterion) -> Definiteness | None:
+    return Definiteness(True, f"criterion `{criterion.name}` is convex") if criterion.convex else None
+
+
+def _measured_mean(output: Tensor) -> Definiteness:
+    """From E[∇²ξ]: congruences and Hadamard products with E[σ'σ'ᵀ] keep it positive semi-definite."""
+    if not device.readable(output):
+        return Definiteness(False, "the criterion is not known to be convex")
+    eigenvalues = torch.linalg.eigvalsh(output)
+    smallest = float(eigenvalues[0])
+    rounding = 8 * torch.finfo(output.dtype).eps * float(eigenvalues.abs().max())
+    return Definiteness(smallest >= -rounding, f"measured on this data: smallest eigenvalue {smallest:.2g}")
+
+
+def _measured_examples(negative: Tensor, total: Tensor) -> Definiteness:
+    """From each example's ∇²ξ: a weight block mixes the examples by their inputs, so each must be PSD."""
+    if not device.readable(negative):
+        return Definiteness(False, "the criterion is not known to be convex")
+    rounding = 8 * torch.finfo(negative.dtype).eps * float(total)
+    return Definiteness(
+        float(negative) <= rounding,
+        f"measured on this data: negative eigenvalues of the examples' output Hessians sum to "
+        f"{float(-negative):.2g} in the mean",
+    )

@@ -1,14 +1,15 @@
-"""The exact Gauss-Newton weight block as an operator, one pass over the Jacobian rows a product.
+"""The exact Gauss-Newton weight block as an operator on the Jacobian rows of each example.
 
-    X ↦ Σ_i c_i J_iᵀ ∇²ξ_i J_i X h_i h_iᵀ
+    product    X ↦ Σ_i c_i C_i X h_i h_iᵀ        with C_i = J_iᵀ ∇²ξ_i J_i, never formed
+    diagonal   Σ_i c_i diag(C_i) (h_i ⊙ h_i)ᵀ
+    ‖·‖_F²     Σ_ij c_i c_j (h_i·h_j)² tr(C_i C_j)
 
-    diagonal   Σ_i c_i diag(J_iᵀ ∇²ξ_i J_i) (h_i ⊙ h_i)ᵀ
-    ‖·‖_F²     Σ_ij c_i c_j (h_i·h_j)² ‖…‖, from inner products over pairs of examples
+A single batch's Jacobians are kept by its recording; a stream's are computed anew for every product.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,106 +19,80 @@ from curvlab.curvature import LayerCurvature
 from curvlab.linalg import Factor, OperatorBlock
 from curvlab.linalg.factors import row_square_norms
 from curvlab.problem import Problem
+from curvlab.providers.live import LiveData
 from curvlab.recording import Recording
 
 __all__ = ["exact_layers"]
 
 
 @dataclass(frozen=True, eq=False)
-class _Rows:
-    """One batch at one layer: inputs H (m × n_{t-1}), J (K, m, n_t) and ∇²ξ J of the same shape."""
+class _Weight:
+    """The weight block of the layer at `index` among those with blocks."""
 
-    inputs: Tensor
-    jacobians: Tensor
-    curved: Tensor
-    share: Tensor
+    data: LiveData
+    index: int
+    like: Tensor
 
-
-def _rows(recording: Recording, index: int) -> _Rows:
-    outputs = recording.logits.shape[1]
-    basis = torch.eye(outputs, dtype=recording.logits.dtype, device=recording.logits.device)
-    cotangents = basis[:, None, :].expand(outputs, recording.examples, outputs)
-    curved = recording.criterion.hessian_products(recording.logits, recording.targets, cotangents)
-    inputs = recording.layers[index].inputs.rows
-    return _Rows(inputs, recording.pullback(cotangents)[index], recording.pullback(curved)[index], recording.share)
-
-
-class _GaussNewtonWeight:
-    """The weight block of one layer; a single batch's Jacobians are kept, a stream's recomputed."""
-
-    def __init__(self, problem: Problem, index: int) -> None:
-        self.problem = problem
-        self.index = index
-        self.kept = None if problem.streamed else _rows(problem.recording(), index)
-
-    def batches(self) -> Iterator[tuple[_Rows, Tensor]]:
-        """Each batch's rows with their weights in the mean over all."""
-        if self.kept is not None:
-            yield self.kept, self.kept.share
-            return
-        total = sum(recording.total_weight for recording in self.problem.recordings())
-        for recording in self.problem.recordings():
-            yield _rows(recording, self.index), recording.weights / total
+    def rows(self, recording: Recording) -> tuple[Tensor, Tensor]:
+        """The layer's inputs H (m × n_{t-1}) and Jacobians J (K, m, n_t)."""
+        return recording.layers[self.index].inputs.rows, recording.jacobians[self.index]
 
     def product(self, x: Tensor) -> Tensor:
         result = torch.zeros_like(x)
-        for rows, share in self.batches():
-            inner = torch.einsum("kmn,mn->km", rows.jacobians, rows.inputs @ x.T)
-            outer = torch.einsum("kmn,km->mn", rows.curved, inner)
-            result += (outer * share[:, None]).T @ rows.inputs
+        for recording, share in self.data.batches():
+            h, jacobian = self.rows(recording)
+            along = torch.einsum("kmn,mn->mk", jacobian, h @ x.T)
+            curved = recording.criterion.hessian_products(recording.logits, recording.targets, along)
+            back = torch.einsum("kmn,mk->mn", jacobian, curved * share[:, None])
+            result.addmm_(back.T, h)
         return result
 
     def diagonal(self) -> Tensor:
-        return torch.stack(
-            [
-                ((r.jacobians * r.curved).sum(0) * share[:, None]).T @ r.inputs.square()
-                for r, share in self.batches()
-            ]
-        ).sum(0)
+        result = torch.zeros_like(self.like)
+        for recording, share in self.data.batches():
+            h, jacobian = self.rows(recording)
+            diagonals = (jacobian * recording.curved(jacobian)).sum(0)
+            result.addmm_((diagonals * share[:, None]).T, h.square())
+        return result
 
     def trace(self) -> Tensor:
-        return torch.stack(
-            [
-                share @ ((r.jacobians * r.curved).sum((0, 2)) * row_square_norms(r.inputs))
-                for r, share in self.batches()
-            ]
-        ).sum()
+        result = self.like.new_zeros(())
+        for recording, share in self.data.batches():
+            h, jacobian = self.rows(recording)
+            traces = (jacobian * recording.curved(jacobian)).sum((0, 2))
+            result += share @ (traces * row_square_norms(h))
+        return result
 
     def square_norm(self) -> Tensor:
-        """Σ_ij c_i c_j (h_i·h_j)² tr(C_i C_j), C_i = J_iᵀ∇²ξ_iJ_i: tr = Σ_kl (J_i^k·V_j^l)(V_i^k·J_j^l)."""
-        total: Tensor | float = 0.0
-        for a, share_a in self.batches():
-            for b, share_b in self.batches():
-                alignment = (a.inputs @ b.inputs.T).square() * torch.outer(share_a, share_b)
-                for ja, va in zip(a.jacobians, a.curved, strict=True):
-                    for jb, vb in zip(b.jacobians, b.curved, strict=True):
-                        total = total + (alignment * (ja @ vb.T) * (va @ jb.T)).sum()
-        return torch.as_tensor(total)
+        """tr(C_i C_j) = Σ_kl (J_i^k · V_j^l)(V_i^k · J_j^l) with V = ∇²ξ J."""
+        total = self.like.new_zeros(())
+        for left, share_left in self.data.batches():
+            h_left, j_left = self.rows(left)
+            v_left = left.curved(j_left)
+            for right, share_right in self.data.batches():
+                h_right, j_right = self.rows(right)
+                v_right = right.curved(j_right)
+                alignment = (h_left @ h_right.T).square() * torch.outer(share_left, share_right)
+                for jl, vl in zip(j_left, v_left, strict=True):
+                    for jr, vr in zip(j_right, v_right, strict=True):
+                        total += (alignment * (jl @ vr.T) * (vl @ jr.T)).sum()
+        return total
 
-    @property
-    def held_bytes(self) -> int:
-        if self.kept is None:
-            return 0
-        return sum(t.numel() * t.element_size() for t in (self.kept.jacobians, self.kept.curved))
+    def block(self, held_bytes: int) -> OperatorBlock:
+        shape = (self.like.shape[0], self.like.shape[1])
+        closed_forms = (self.diagonal, self.trace, self.square_norm)
+        return OperatorBlock(shape, self.product, self.like, held_bytes, *closed_forms)
 
 
-def exact_layers(problem: Problem, outputs: list[Factor]) -> tuple[LayerCurvature, ...]:
+def exact_layers(problem: Problem, outputs: Sequence[Factor]) -> tuple[LayerCurvature, ...]:
     """Layers with the exact weight blocks, and the mean blocks `outputs` for the biases."""
+    data = LiveData.of(problem)
+    held = [0] * len(outputs) if problem.streamed else [j.nbytes for j in problem.recording().jacobians]
     layers = []
     for index, (layer, output) in enumerate(zip(problem.network.selected, outputs, strict=True)):
         operator = None
         if layer.weight_name is not None:
-            weight = _GaussNewtonWeight(problem, index)
-            operator = OperatorBlock(
-                tuple(layer.weight.shape),
-                weight.product,
-                layer.weight,
-                weight.held_bytes,
-                weight.diagonal,
-                weight.trace,
-                weight.square_norm,
-            )
-        layers.append(
-            LayerCurvature(layer.name, layer.weight_name, layer.bias_name, output, weight_operator=operator)
-        )
+            operator = _Weight(data, index, layer.weight).block(held[index])
+        names = (layer.name, layer.weight_name, layer.bias_name)
+        layers.append(LayerCurvature(*names, output, weight_operator=operator))
     return tuple(layers)

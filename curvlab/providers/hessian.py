@@ -10,6 +10,7 @@ On a chain everything comes from the recording's own tensors, by the recursions 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from curvlab import device
 from curvlab.curvature import Curvature, Definiteness, LayerCurvature
-from curvlab.linalg import DenseFactor, OperatorBlock
+from curvlab.linalg import DenseFactor
 from curvlab.problem import Problem
 from curvlab.providers.base import Context, Provider
 from curvlab.providers.hessian_chain import BiasHessians, ChainHessian
@@ -28,6 +29,7 @@ from curvlab.providers.statistics import Statistic
 __all__ = ["Hessian"]
 
 BIAS_HESSIANS = BiasHessians()
+LOOK_AT_UP_TO = 256
 
 
 @dataclass(frozen=True)
@@ -46,42 +48,61 @@ class Hessian(Provider):
 
     def curvature(self, context: Context, name: str) -> Curvature:
         problem = context.problem
-        operator = GraphHessian(problem) if context.network.chain is None else ChainHessian(problem)
-        means: tuple[Tensor | None, ...] = context.means.get(BIAS_HESSIANS, (None,) * len(context.network.selected))  # type: ignore[assignment]
-        layers = tuple(
-            _layer(operator, index, mean) for index, mean in enumerate(means)
-        )
-        measured = [mean for mean in means if mean is not None]
+        operator: ChainHessian | GraphHessian
+        if problem.network.chain is None:
+            operator = GraphHessian(problem)
+            layers, definiteness = _graph_layers(operator), UNKNOWN
+        else:
+            operator = ChainHessian(problem)
+            means = context.tensors(BIAS_HESSIANS)
+            layers = _chain_layers(operator, means)
+            definiteness = self._known(problem) or _looked_at(means)
         return Curvature(
             name,
             problem.criterion.name,
             layers,
-            _definiteness(measured),
+            definiteness,
             exact=True,
             full_product=operator.full_product if self.full else None,
             versions=problem.versions,
             live=True,
         )
 
-
-def _layer(operator: ChainHessian | GraphHessian, index: int, mean: Tensor | None) -> LayerCurvature:
-    layer = operator.layers[index]
-    weight = bias = None
-    if layer.weight_name is not None:
-        weight = operator.weight_block(index)
-    if layer.bias_name is not None and mean is None:
-        shape = (layer.module.out_features,)
-        bias = OperatorBlock(shape, operator.bias_product(index), layer.weight)
-    output = None if mean is None else DenseFactor(mean)
-    return LayerCurvature(
-        layer.name, layer.weight_name, layer.bias_name, output, weight_operator=weight, bias_operator=bias
-    )
+    def _known(self, problem: Problem) -> Definiteness | None:
+        """Without σ'', and with a convex criterion, each diagonal block is Gauss-Newton's."""
+        chain = problem.network.chain
+        assert chain is not None
+        straight = all(activation.piecewise_linear for activation in chain.activations)
+        if problem.criterion.convex and straight and (not self.full or len(chain.layers) == 1):
+            return Definiteness(True, "a convex criterion and piecewise linear activations")
+        return None
 
 
-def _definiteness(means: list[Tensor]) -> Definiteness:
-    """Measured on the bias blocks where they are small enough; a Hessian is never promised to be PSD."""
-    small = [mean for mean in means if len(mean) <= 256 and device.readable(mean)]
+UNKNOWN = Definiteness(False, "a Hessian may have negative eigenvalues")
+
+
+def _chain_layers(operator: ChainHessian, means: Sequence[Tensor]) -> tuple[LayerCurvature, ...]:
+    layers = []
+    for index, (layer, mean) in enumerate(zip(operator.layers, means, strict=True)):
+        weight = None if layer.weight_name is None else operator.weight_block(index)
+        names = (layer.name, layer.weight_name, layer.bias_name)
+        layers.append(LayerCurvature(*names, DenseFactor(mean), weight_operator=weight))
+    return tuple(layers)
+
+
+def _graph_layers(operator: GraphHessian) -> tuple[LayerCurvature, ...]:
+    layers = []
+    for layer in operator.layers:
+        names = (layer.weight_name, layer.bias_name)
+        weight, bias = (None if name is None else operator.block(name) for name in names)
+        layers.append(LayerCurvature(layer.name, *names, None, weight_operator=weight, bias_operator=bias))
+    return tuple(layers)
+
+
+def _looked_at(means: Sequence[Tensor]) -> Definiteness:
+    """Not promised to be PSD; the smallest eigenvalue of the smaller bias blocks tells how far from it."""
+    small = [mean for mean in means if len(mean) <= LOOK_AT_UP_TO and device.readable(mean)]
     if not small:
-        return Definiteness(False, "a Hessian may have negative eigenvalues")
+        return UNKNOWN
     smallest = min(float(torch.linalg.eigvalsh(mean)[0]) for mean in small)
-    return Definiteness(False, f"a Hessian; smallest eigenvalue of the bias blocks looked at {smallest:.2g}")
+    return Definiteness(False, f"a Hessian; smallest eigenvalue of the smaller bias blocks {smallest:.2g}")

@@ -5,7 +5,7 @@ A single batch's recording is kept; a stream is recorded anew for every product.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from curvlab.linalg import OperatorBlock
 from curvlab.linalg.factors import row_square_norms
-from curvlab.network import Layer
 from curvlab.problem import Problem
 from curvlab.providers.hessian_recursion import chunks, hessian_products, layer_hessians, mean_hessians
+from curvlab.providers.live import LiveData
 from curvlab.providers.statistics import Statistic, Values
 from curvlab.recording import ChainRecording, Recording
 
@@ -35,90 +35,48 @@ class ChainHessian:
     """Products with the exact Hessian of a chain."""
 
     def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.layers: tuple[Layer, ...] = problem.network.selected
         chain = problem.network.chain
         assert chain is not None
+        self.data = LiveData.of(problem)
+        self.layers = problem.network.selected
         self.positions = [chain.layers.index(layer) for layer in self.layers]
-        self.kept = None if problem.streamed else problem.recording()
 
     def batches(self) -> Iterator[tuple[ChainRecording, Tensor]]:
         """Each batch's recording, with its rows' weights in the mean over all."""
-        if self.kept is not None:
-            assert isinstance(self.kept, ChainRecording)
-            yield self.kept, self.kept.share
-            return
-        total = sum(recording.total_weight for recording in self.problem.recordings())
-        for recording in self.problem.recordings():
+        for recording, share in self.data.batches():
             assert isinstance(recording, ChainRecording)
-            yield recording, recording.weights / total
+            yield recording, share
 
     def weight_block(self, index: int) -> OperatorBlock:
         """E[(h_i h_iᵀ) ⊗ H_i^t] as an operator, with closed forms for its diagonal, trace and norm."""
-        layer, position = self.layers[index], self.positions[index]
+        return _Weight(self, self.positions[index], self.layers[index].weight).block()
 
-        def product(x: Tensor) -> Tensor:
-            result = torch.zeros_like(x)
-            for recording, share in self.batches():
-                h = recording.inputs[position]
-                curved = hessian_products(recording, position, h @ x.T)
-                result.addmm_((curved * share[:, None]).T, h)
-            return result
-
-        def diagonal() -> Tensor:
-            result = torch.zeros_like(layer.weight)
-            for hessians, h, share in self._matrices(position):
-                diagonals = hessians.diagonal(dim1=1, dim2=2)
-                result.addmm_((diagonals * share[:, None]).T, h.square())
-            return result
-
-        def trace() -> Tensor:
-            result = layer.weight.new_zeros(())
-            for hessians, h, share in self._matrices(position):
-                result += share @ (hessians.diagonal(dim1=1, dim2=2).sum(1) * row_square_norms(h))
-            return result
-
-        def square_norm() -> Tensor:
-            return self.pair_sum(position, None)
-
-        return OperatorBlock(tuple(layer.weight.shape), product, layer.weight, 0, diagonal, trace, square_norm)
-
-    def _matrices(self, position: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def matrices(self, position: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """(H_i^t, h_i, c_i) for a chunk of examples after the other."""
         for recording, share in self.batches():
             for rows in chunks(recording, position):
                 *_, (_, hessians) = layer_hessians(recording, rows, position)
                 yield hessians, recording.inputs[position][rows], share[rows]
 
-    def pair_sum(self, position: int, centre: Tensor | None) -> Tensor:
+    def pair_sum(self, position: int, centre: Tensor | None = None) -> Tensor:
         """‖E[(h_i h_iᵀ) ⊗ Δ_i]‖_F² with Δ_i = H_i^t - `centre`, from inner products over pairs of examples.
 
         = Σ_ij c_i c_j (h_i·h_j)² tr(Δ_i Δ_j); with centre B it is the squared error of the Kronecker block
         E[hhᵀ] ⊗ B, with nothing of the weight's size squared ever formed.
         """
         total = torch.zeros((), dtype=torch.float64)
-        for a, (left, h_left, share_left) in enumerate(self._matrices(position)):
+        # A shuffled stream has another order in every pass, so only a kept batch has a lower triangle.
+        symmetric = not self.data.problem.streamed
+        for a, (left, h_left, share_left) in enumerate(self.matrices(position)):
             delta_left = left if centre is None else left - centre
-            for b, (right, h_right, share_right) in enumerate(self._matrices(position)):
-                if b > a:
+            for b, (right, h_right, share_right) in enumerate(self.matrices(position)):
+                if symmetric and b > a:
                     break
                 delta_right = right if centre is None else right - centre
                 traces = delta_left.flatten(1) @ delta_right.flatten(1).T
                 pairs = traces * (h_left @ h_right.T).square() * torch.outer(share_left, share_right)
-                total += (1 if a == b else 2) * pairs.sum().double().cpu()
+                total += (2 if symmetric and b < a else 1) * pairs.sum().double().cpu()
         return total.to(h_left)
-
-    def bias_product(self, index: int) -> Callable[[Tensor], Tensor]:
-        """b ↦ E[H_i^t] b."""
-
-        def product(x: Tensor) -> Tensor:
-            parts = []
-            for recording, share in self.batches():
-                curved = hessian_products(recording, self.positions[index], x.expand(recording.examples, -1))
-                parts.append(share @ curved)
-            return torch.stack(parts).sum(0)
-
-        return product
 
     def full_product(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The Hessian of the mean loss over all selected parameters, cross-layer blocks included."""
@@ -129,7 +87,46 @@ class ChainHessian:
         return results
 
 
-def _full_product(recording: ChainRecording, share: Tensor, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+@dataclass(frozen=True, eq=False)
+class _Weight:
+    """The weight block of the layer at `position` of the chain."""
+
+    hessian: ChainHessian
+    position: int
+    like: Tensor
+
+    def product(self, x: Tensor) -> Tensor:
+        result = torch.zeros_like(x)
+        for recording, share in self.hessian.batches():
+            h = recording.inputs[self.position]
+            curved = hessian_products(recording, self.position, h @ x.T)
+            result.addmm_((curved * share[:, None]).T, h)
+        return result
+
+    def diagonal(self) -> Tensor:
+        result = torch.zeros_like(self.like)
+        for hessians, h, share in self.hessian.matrices(self.position):
+            diagonals = hessians.diagonal(dim1=1, dim2=2)
+            result.addmm_((diagonals * share[:, None]).T, h.square())
+        return result
+
+    def trace(self) -> Tensor:
+        result = self.like.new_zeros(())
+        for hessians, h, share in self.hessian.matrices(self.position):
+            result += share @ (hessians.diagonal(dim1=1, dim2=2).sum(1) * row_square_norms(h))
+        return result
+
+    def square_norm(self) -> Tensor:
+        return self.hessian.pair_sum(self.position)
+
+    def block(self) -> OperatorBlock:
+        shape = (self.like.shape[0], self.like.shape[1])
+        return OperatorBlock(shape, self.product, self.like, 0, self.diagonal, self.trace, self.square_norm)
+
+
+def _full_product(
+    recording: ChainRecording, share: Tensor, vectors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """The R-operator: perturb all parameters along `vectors`, differentiate the gradient."""
     layers = recording.chain.layers
     along_h: Tensor | None = None

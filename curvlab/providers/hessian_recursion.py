@@ -69,7 +69,11 @@ def mean_hessians(recording: ChainRecording) -> list[Tensor]:
 
 
 def _mean_below(recording: ChainRecording, rows: slice, lowest: int, hessian: Tensor) -> Tensor:
-    weight, slope, share = recording.chain.layers[lowest + 1].weight, recording.slopes[lowest][rows], recording.share[rows]
+    weight, slope, share = (
+        recording.chain.layers[lowest + 1].weight,
+        recording.slopes[lowest][rows],
+        recording.share[rows],
+    )
     scaled = weight * slope[:, None, :]
     curved = (hessian * share[:, None, None]) @ scaled
     mean = scaled.flatten(0, 1).T @ curved.flatten(0, 1)

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from curvlab.curvature import Curvature, Definiteness
+from curvlab.exceptions import SpecError
 from curvlab.linalg import poseig, poseig_diagonal
 from curvlab.problem import Problem
 from curvlab.providers.base import INPUTS, Context, Provider, kronecker_layers
-from curvlab.providers.recursion import OUTPUT_HESSIAN, SLOPES, output_factors
+from curvlab.providers.recursion import OUTPUT_HESSIAN, SLOPES, recurse
 from curvlab.providers.statistics import Bends, Statistic
 
 __all__ = ["PCH"]
@@ -40,7 +39,7 @@ class PCH(Provider):
     def __post_init__(self) -> None:
         for field in ("gamma", "output_gamma"):
             if not getattr(self, field) <= 0:
-                raise ValueError(
+                raise SpecError(
                     f"{field}={getattr(self, field)} must be at most 0: it multiplies negative eigenvalues "
                     f"(-1 takes absolute values, 0 clips)"
                 )
@@ -49,14 +48,18 @@ class PCH(Provider):
         return (INPUTS, OUTPUT_HESSIAN, SLOPES, BENDS)
 
     def curvature(self, context: Context, name: str) -> Curvature:
-        (output,) = context.means[OUTPUT_HESSIAN]
-        bends: tuple[Tensor, ...] = context.means[BENDS]  # type: ignore[assignment]
-        criterion = context.problem.criterion
-        # Where the criterion is convex the mean is PSD already: PosEig would only add rounding.
-        top: Tensor = output if criterion.convex else poseig(output, self.output_gamma)  # type: ignore[assignment,arg-type]
-        outputs = output_factors(context, name, top, lambda index: poseig_diagonal(bends[index], self.gamma))
         chain = context.network.require_chain(name)
+        criterion = context.problem.criterion
+        (output,) = context.tensors(OUTPUT_HESSIAN)
+        # Where the criterion is convex the mean is PSD already: PosEig would only add rounding.
+        top = output if criterion.convex else poseig(output, self.output_gamma)
+        bends = [poseig_diagonal(bend, self.gamma) for bend in context.tensors(BENDS)]
+        outputs = recurse(chain, top, context.tensors(SLOPES), bends)
         same = bool(criterion.convex) and all(a.piecewise_linear for a in chain.activations)
-        notes = ("equals Gauss-Newton here: every activation is piecewise linear",) if same else ()
-        definiteness = Definiteness(True, "by PosEig")
-        return Curvature(name, criterion.name, kronecker_layers(context, outputs), definiteness, notes=notes)
+        return Curvature(
+            name,
+            criterion.name,
+            kronecker_layers(context, outputs),
+            Definiteness(True, "by PosEig"),
+            notes=("equals Gauss-Newton here: every activation is piecewise linear",) if same else (),
+        )

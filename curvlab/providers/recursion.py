@@ -8,42 +8,31 @@ Gauss-Newton has f = identity and d = 0; PCH has f = PosEig and d = PosEig(E[σ'
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 from torch import Tensor
 
-from curvlab.linalg import DenseFactor, Factor, congruence
-from curvlab.network import Chain
-from curvlab.providers.base import Context
+from curvlab.chain import Chain
+from curvlab.linalg import DenseFactor, congruence
 from curvlab.providers.statistics import OutputHessian, SlopeProducts
 
-__all__ = ["OUTPUT_HESSIAN", "SLOPES", "output_factors", "recurse"]
+__all__ = ["OUTPUT_HESSIAN", "SLOPES", "recurse"]
 
-SLOPES = SlopeProducts()
 OUTPUT_HESSIAN = OutputHessian()
+SLOPES = SlopeProducts()
 
 
 def recurse(
-    chain: Chain, top: Tensor, slopes: tuple[Tensor, ...], bends: tuple[Tensor | None, ...]
-) -> dict[str, Tensor]:
-    """B^t for the layers from the output down to the lowest that has blocks, by layer name."""
+    chain: Chain, top: Tensor, slopes: Sequence[Tensor], bends: Sequence[Tensor | None]
+) -> list[DenseFactor]:
+    """B^t for each layer with blocks; `slopes` and `bends` are E[σ'σ'ᵀ] and d of the hidden layers."""
     lowest = min(index for index, layer in enumerate(chain.layers) if layer.selected)
-    block = top
-    blocks = {chain.layers[-1].name: block}
+    blocks = [top]
     for index in range(len(chain.layers) - 1, lowest, -1):
-        block = congruence(chain.layers[index].weight, block).mul_(slopes[index - 1])
+        block = congruence(chain.layers[index].weight, blocks[-1]).mul_(slopes[index - 1])
         bend = bends[index - 1]
-        if bend is not None and bend.ndim:
+        if bend is not None:
             block.diagonal().add_(bend)
-        blocks[chain.layers[index - 1].name] = block
-    return blocks
-
-
-def output_factors(
-    context: Context, who: str, top: Tensor, bend: Callable[[int], Tensor | None]
-) -> dict[str, Factor]:
-    """The recursion from `top` down, as factors by layer name; `bend(t)` is d of hidden layer t."""
-    chain = context.network.require_chain(who)
-    slopes: tuple[Tensor, ...] = context.means[SLOPES]  # type: ignore[assignment]
-    blocks = recurse(chain, top, slopes, tuple(bend(index) for index in range(len(slopes))))
-    return {name: DenseFactor(block) for name, block in blocks.items()}
+        blocks.append(block)
+    layers = chain.layers[lowest:]
+    return [DenseFactor(b) for layer, b in zip(layers, reversed(blocks), strict=True) if layer.selected]

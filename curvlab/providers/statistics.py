@@ -9,32 +9,38 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from curvlab.linalg import GramFactor, gram
+from curvlab.linalg import Factor, GramFactor, gram
 from curvlab.linalg.inputs import InputFactors
 from curvlab.providers.draws import uniforms
 from curvlab.recording import ChainRecording, Recording
 
 __all__ = [
     "Bends",
+    "ExpectedGradientProducts",
     "GaussNewtonBlocks",
     "GradientProducts",
     "Inputs",
     "OutputHessian",
+    "OutputSpectrum",
+    "SampledGradientProducts",
     "SlopeProducts",
     "Statistic",
     "Values",
 ]
 
-Values = tuple[Tensor | GramFactor | InputFactors, ...]
+Values = tuple[Tensor | Factor | InputFactors, ...]
 
 
 class Statistic(ABC):
-    """A mean over the rows of a batch: one value a layer, or one for the output."""
+    """A mean over the rows of a batch: one value a layer, or one for the output.
+
+    A value is a tensor, which is averaged over batches, a `GramFactor`, whose rows are joined, or a
+    layer's `InputFactors`, which are both.
+    """
 
     @abstractmethod
     def of(self, recording: Recording) -> Values:
@@ -73,37 +79,54 @@ class SlopeProducts(Statistic):
 
 @dataclass(frozen=True)
 class Bends(Statistic):
-    """E[σ'' ⊙ (Wᵀg)] for each hidden layer; zero where σ is piecewise linear."""
+    """E[σ'' ⊙ (Wᵀg)] for each hidden layer."""
 
     def of(self, recording: Recording) -> Values:
         recording = _chain(recording)
-        zero = recording.root.new_zeros(())
-        return tuple(zero if bend is None else recording.share @ bend for bend in recording.bends)
+        share = recording.share
+        return tuple(
+            share.new_zeros(slope.shape[1]) if bend is None else share @ bend
+            for slope, bend in zip(recording.slopes, recording.bends, strict=True)
+        )
 
 
 @dataclass(frozen=True)
 class GradientProducts(Statistic):
-    """E[g gᵀ] for each layer with blocks, as Gram factors, with labels of one of three kinds."""
-
-    kind: Literal["empirical", "mc", "exact"]
-    samples: int = 1
-    seed: int = 0
+    """E[g gᵀ] for each layer with blocks, as Gram factors, with the given labels."""
 
     def of(self, recording: Recording) -> Values:
-        if self.kind == "empirical":
-            return tuple(record.gradients for record in recording.layers)
-        cotangents = self._sampled(recording) if self.kind == "mc" else recording.criterion.label_factor(recording.logits)
-        draws = self.samples if self.kind == "mc" else 1
-        root = (recording.root / draws**0.5).repeat(len(cotangents))
-        return tuple(GramFactor(rows.flatten(0, 1), root) for rows in recording.pullback(cotangents))
+        return tuple(record.gradients for record in recording.layers)
 
-    def _sampled(self, recording: Recording) -> Tensor:
+
+@dataclass(frozen=True)
+class SampledGradientProducts(Statistic):
+    """E[g gᵀ] with labels drawn from the model's own prediction."""
+
+    samples: int
+    seed: int
+
+    def of(self, recording: Recording) -> Values:
         criterion, logits = recording.criterion, recording.logits
-        gradients = []
-        for draw in range(self.samples):
-            u = uniforms(self.seed, draw, recording.first_row, logits)
-            gradients.append(criterion.gradients(logits, criterion.sample(logits, u)))
-        return torch.stack(gradients)
+        draws = [
+            criterion.sample(logits, uniforms(self.seed, draw, recording.first_row, logits))
+            for draw in range(self.samples)
+        ]
+        gradients = torch.stack([criterion.gradients(logits, labels) for labels in draws])
+        return _products(recording, gradients, self.samples)
+
+
+@dataclass(frozen=True)
+class ExpectedGradientProducts(Statistic):
+    """E[g gᵀ] in expectation over the model's own labels."""
+
+    def of(self, recording: Recording) -> Values:
+        return _products(recording, recording.criterion.label_factor(recording.logits), 1)
+
+
+def _products(recording: Recording, cotangents: Tensor, draws: int) -> Values:
+    """E[Σ_r (Jᵀv_r)(Jᵀv_r)ᵀ] / draws for cotangents v (r, m, K), as Gram factors of r·m rows."""
+    root = (recording.root / draws**0.5).repeat(len(cotangents))
+    return tuple(GramFactor(rows.flatten(0, 1), root) for rows in recording.pullback(cotangents))
 
 
 @dataclass(frozen=True)
@@ -111,12 +134,23 @@ class GaussNewtonBlocks(Statistic):
     """E[Jᵀ ∇²ξ J] for each layer with blocks, J the Jacobian of the logits."""
 
     def of(self, recording: Recording) -> Values:
-        outputs = recording.logits.shape[1]
-        basis = torch.eye(outputs, dtype=recording.logits.dtype, device=recording.logits.device)
-        cotangents = basis[:, None, :].expand(outputs, recording.examples, outputs)
-        curved = recording.criterion.hessian_products(recording.logits, recording.targets, cotangents)
-        blocks = []
-        for rows, weighted in zip(recording.pullback(cotangents), recording.pullback(curved), strict=True):
-            block = rows.flatten(0, 1).T @ (weighted * recording.share[:, None]).flatten(0, 1)
-            blocks.append((block + block.T) / 2)
-        return tuple(blocks)
+        return tuple(_gauss_newton(recording, jacobian) for jacobian in recording.jacobians)
+
+
+def _gauss_newton(recording: Recording, jacobian: Tensor) -> Tensor:
+    curved = recording.curved(jacobian).mul_(recording.share[:, None])
+    block = jacobian.flatten(0, 1).T @ curved.flatten(0, 1)
+    return (block + block.T) / 2
+
+
+@dataclass(frozen=True)
+class OutputSpectrum(Statistic):
+    """E[Σ|λ|] over the negative eigenvalues of each example's ∇²ξ, and over all of them."""
+
+    def of(self, recording: Recording) -> Values:
+        hessians = recording.criterion.hessians(recording.logits, recording.targets)
+        eigenvalues = torch.linalg.eigvalsh(hessians)
+        return (
+            recording.share @ eigenvalues.clamp(max=0).abs().sum(1),
+            recording.share @ eigenvalues.abs().sum(1),
+        )
