@@ -296,6 +296,20 @@ def test_float32_extremes_stay_finite_and_right(criterion: Criterion, targets: T
         assert torch.isfinite(criterion.label_factor(logits)).all()
 
 
+def test_bce_is_exact_beyond_the_threshold_of_torchs_softplus() -> None:
+    logits, targets = torch.tensor([[20.5, -20.5]], dtype=torch.float64), tensor((0.0, 1.0))[None]
+    expected = 20.5 + math.log1p(math.exp(-20.5))
+    assert float(BCE().losses(logits, targets)) == pytest.approx(expected, rel=1e-14)
+
+
+def test_rows_without_a_label_have_no_derivatives() -> None:
+    labels = torch.full((2,), -100)
+    for criterion in (CrossEntropy(), CrossEntropy(WEIGHT, label_smoothing=0.1)):
+        assert not criterion.losses(logits_of(2), labels).any()
+        assert not criterion.gradients(logits_of(2), labels).any()
+        assert not criterion.hessians(logits_of(2), labels).any()
+
+
 @each_case
 def test_results_have_the_logits_dtype(case: Case) -> None:
     logits, targets = logits_of(4).float(), case.targets(4, 0)
@@ -334,6 +348,11 @@ def test_narrow_label_dtypes_mean_the_same_labels() -> None:
         assert CrossEntropy().weights(logits, labels.to(dtype)) is None
         for criterion in (CrossEntropy(), Robust()):
             close(criterion.gradients(logits, labels.to(dtype)), criterion.gradients(logits, labels))
+    # As uint8, -100 and 156 have the same bits.
+    many, label = torch.zeros(1, 200), torch.tensor([156], dtype=torch.uint8)
+    CrossEntropy().check(many, label)
+    assert CrossEntropy().weights(many, label) is None
+    assert float(CrossEntropy().losses(many, label)) == pytest.approx(math.log(200))
 
 
 def test_predictions_are_classes_bits_or_none() -> None:

@@ -67,10 +67,17 @@ def test_drawn_classes_follow_the_softmax(criterion: Criterion) -> None:
     torch.testing.assert_close(counts / m, logits[0].softmax(-1), rtol=0, atol=2 / m, check_dtype=False)
 
 
-@pytest.mark.parametrize("uniform", [1e-12, 0.5, 1 - 1e-7])
+@pytest.mark.parametrize("uniform", [1e-30, 0.5, 1 - 1e-7, 1 - 1e-16])
 def test_impossible_classes_are_never_drawn(uniform: float) -> None:
-    logits = torch.tensor([[-math.inf, 0.0, -math.inf, 0.0, -math.inf]])
-    assert int(CrossEntropy().sample(logits, torch.full((1, 5), uniform))) in (1, 3)
+    logits = torch.tensor([[-math.inf, 0.1, -math.inf, 0.3, 0.0, -math.inf]])
+    uniforms = torch.full((1, 6), uniform, dtype=torch.float64)
+    assert int(CrossEntropy().sample(logits, uniforms)) in (1, 3, 4)
+
+
+def test_rounding_of_the_distribution_never_points_past_the_last_class() -> None:
+    logits = torch.randn(500, 7, generator=torch.Generator().manual_seed(0))
+    assert bool((logits.softmax(-1).cumsum(-1)[:, -1] < 1).any())
+    assert int(CrossEntropy().sample(logits, torch.full((500, 7), 1 - 2**-24)).max()) == 6
 
 
 def test_drawn_regression_targets_are_gaussian_with_variance_k_over_two() -> None:

