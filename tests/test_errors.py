@@ -156,7 +156,7 @@ def test_weight_errors_agree_with_the_pair_sum_of_the_exact_hessian() -> None:
         assert at(frame, "fisher", position + 1, "weight_error") ** 2 == pytest.approx(square, rel=1e-9)
 
 
-def test_result_does_not_depend_on_how_many_columns_are_read_at_a_time(
+def test_result_does_not_depend_on_how_many_columns_are_read_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     problem = Problem(mlp(), "robust", *batch())
