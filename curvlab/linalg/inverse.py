@@ -1,8 +1,8 @@
 """(F + τI)⁻¹ for a factor F, on its smaller side.
 
-    dense      by Cholesky
-    Gram       (HᵀCH + τI)⁻¹ x = (x - H'ᵀ (K + τI)⁻¹ H' x) / τ    (Woodbury), K = H'H'ᵀ of m × m
-    rank one   (vvᵀ + τI)⁻¹ x = (x - v (vᵀx) / (τ + ‖v‖²)) / τ    (Sherman-Morrison)
+dense      by Cholesky
+Gram       (HᵀCH + τI)⁻¹ x = (x - H'ᵀ (K + τI)⁻¹ H' x) / τ    (Woodbury), K = H'H'ᵀ of m × m
+rank one   (vvᵀ + τI)⁻¹ x = (x - v (vᵀx) / (τ + ‖v‖²)) / τ    (Sherman-Morrison)
 """
 
 from __future__ import annotations

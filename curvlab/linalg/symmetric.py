@@ -8,7 +8,6 @@ them. Blocks are large enough that each product still runs at the speed of a pla
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 __all__ = ["congruence", "gram"]

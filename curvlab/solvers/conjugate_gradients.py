@@ -78,13 +78,17 @@ class CG(Solver):
         if self.formulation == "explicit":
             return self._explicit(state, gradient, system)
         side = state.side
-        weight = side.coordinates(gradient.weight) if side is not None and gradient.weight is not None else None
+        weight = (
+            side.coordinates(gradient.weight) if side is not None and gradient.weight is not None else None
+        )
         columns = Columns(state.output, state.damping, side, weight, gradient.bias)
         result = self._iterate(columns)
         x, scale, bias = columns.split(result.x)
         direction = None
         if side is not None and weight is not None and x is not None:
-            direction = side.assemble(weight, x, lambda y: torch.zeros_like(y) if scale is None else scale * y)
+            direction = side.assemble(
+                weight, x, lambda y: torch.zeros_like(y) if scale is None else scale * y
+            )
         return self._direction(direction, bias, system, state, result)
 
     def _iterate(self, columns: Columns) -> CGResult:

@@ -26,7 +26,9 @@ class Mixed:
 
     def __post_init__(self) -> None:
         if not 0 < self.alpha <= 1:
-            raise ValueError(f"alpha={self.alpha}: the identity's share must be in (0, 1]; the paper uses 0.01 to 0.1")
+            raise ValueError(
+                f"alpha={self.alpha}: the identity's share must be in (0, 1]; the paper uses 0.01 to 0.1"
+            )
 
     @property
     def scale(self) -> float:
@@ -54,7 +56,9 @@ class Additive:
 
     def __post_init__(self) -> None:
         if not 0 < self.tau < float("inf"):
-            raise ValueError(f"tau={self.tau}: the added multiple of the identity must be positive and finite")
+            raise ValueError(
+                f"tau={self.tau}: the added multiple of the identity must be positive and finite"
+            )
 
     @property
     def scale(self) -> float:
@@ -76,5 +80,7 @@ Damping = Mixed | Additive
 def damping_from(alpha: float | None, damping: Damping | None) -> Damping:
     """The damping given as `alpha=` or as a value; exactly one of them."""
     if (alpha is None) == (damping is None):
-        raise ValueError("give the damping once: alpha=0.05 (the paper's (1-α)C + αI) or damping=Additive(0.1)")
+        raise ValueError(
+            "give the damping once: alpha=0.05 (the paper's (1-α)C + αI) or damping=Additive(0.1)"
+        )
     return Mixed(float(alpha)) if alpha is not None else damping  # type: ignore[return-value]

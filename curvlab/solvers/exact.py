@@ -73,6 +73,10 @@ class Exact(Solver):
             inner = (state.vectors.T @ gradient.bias) / (scale * state.values + shift)
             bias = -state.vectors @ inner
         assert state.layer.output is not None
-        rank = state.layer.output.rank_bound if state.layer.inputs is None else state.layer.inputs.full.rank_bound
+        rank = (
+            state.layer.output.rank_bound
+            if state.layer.inputs is None
+            else state.layer.inputs.full.rank_bound
+        )
         route = state.side.route if state.side is not None else "bias"
         return LayerDirection(weight, bias, DampedSystem("full", scale, shift), route, rank)

@@ -1,8 +1,8 @@
 """The paper's equations to the letter, on the dense gradient: the oracle of the fast forms and their rival.
 
-    KFI       E[hhᵀ] formed; both damped factors inverted with torch.linalg.inv
-    SM-KFI    (E[h]E[h]ᵀ + γI)⁻¹ by the Sherman-Morrison formula, as a matrix product with G
-    CG        textbook iteration on n_t × n_{t-1} matrices, E[hhᵀ] formed or E[h] kept as a vector
+KFI       E[hhᵀ] formed; both damped factors inverted with torch.linalg.inv
+SM-KFI    (E[h]E[h]ᵀ + γI)⁻¹ by the Sherman-Morrison formula, as a matrix product with G
+CG        textbook iteration on n_t × n_{t-1} matrices, E[hhᵀ] formed or E[h] kept as a vector
 """
 
 from __future__ import annotations
@@ -52,11 +52,19 @@ class ExplicitInverse:
             mean = None if layer.inputs is None else layer.inputs.mean
             return cls(output_inverse, bias_inverse, None, mean, system.gamma)
         a = layer.inputs.full.to_dense()
-        return cls(output_inverse, bias_inverse, torch.linalg.inv(_plus_identity(a, system.gamma)), None, system.gamma)
+        return cls(
+            output_inverse,
+            bias_inverse,
+            torch.linalg.inv(_plus_identity(a, system.gamma)),
+            None,
+            system.gamma,
+        )
 
     def apply(self, gradient: LayerGradient) -> tuple[Tensor | None, Tensor | None]:
         """-(B + βI)⁻¹ G (A + γI)⁻¹ and -(B + τI)⁻¹ g."""
-        weight = None if gradient.weight is None else -self.output_inverse @ self._right(_dense(gradient.weight))
+        weight = (
+            None if gradient.weight is None else -self.output_inverse @ self._right(_dense(gradient.weight))
+        )
         bias = None if gradient.bias is None else -self.bias_inverse @ gradient.bias
         return weight, bias
 

@@ -62,7 +62,9 @@ class KFI(Solver):
 
     def __post_init__(self) -> None:
         if self.pi is not None and not 0 < self.pi < float("inf"):
-            raise ValueError(f"pi={self.pi}: the split of the damping must be positive and finite (None: from traces)")
+            raise ValueError(
+                f"pi={self.pi}: the split of the damping must be positive and finite (None: from traces)"
+            )
 
     def prepare(self, layer: LayerCurvature, damping: Damping, gradient: LayerGradient) -> _State:
         output = layer.output

@@ -80,7 +80,9 @@ def _solve_group(
 
     def precondition(x: Tensor) -> Tensor:
         assert preconditioner is not None
-        return flatten({name: preconditioner(name, part) for name, part in unflatten(x, shapes).items()}, names)
+        return flatten(
+            {name: preconditioner(name, part) for name, part in unflatten(x, shapes).items()}, names
+        )
 
     result = conjugate_gradients(
         lambda x: damping.scale * product(x) + damping.shift * x,

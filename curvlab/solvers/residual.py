@@ -21,7 +21,15 @@ from curvlab.linalg.inputs import InputKind
 from curvlab.linalg.product import form
 from curvlab.solvers.sides import WeightGradient
 
-__all__ = ["DampedSystem", "FactoredSystem", "System", "bias_residual", "curvature_form", "inner", "weight_residual"]
+__all__ = [
+    "DampedSystem",
+    "FactoredSystem",
+    "System",
+    "bias_residual",
+    "curvature_form",
+    "inner",
+    "weight_residual",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,12 +126,12 @@ def bias_residual(system: System, layer: LayerCurvature, direction: Tensor, grad
 
 def _relative(square: Tensor, reference: Tensor) -> Tensor:
     square, reference = square.clamp(min=0), reference.clamp(min=0)
-    return torch.where(reference > 0, (square / torch.where(reference > 0, reference, 1)).sqrt(), square.sqrt())
+    return torch.where(
+        reference > 0, (square / torch.where(reference > 0, reference, 1)).sqrt(), square.sqrt()
+    )
 
 
-def inner(
-    layer: LayerCurvature, direction: Tensor | RowProduct, gradient: WeightGradient
-) -> Tensor:
+def inner(layer: LayerCurvature, direction: Tensor | RowProduct, gradient: WeightGradient) -> Tensor:
     """⟨G, D⟩."""
     space, d, g = _common(layer, direction, gradient)
     return space.dot(d, g)

@@ -43,7 +43,11 @@ def costs(m: int, n: int, o: int, passes: float, element_size: int) -> dict[str,
     return {
         "sample": 2 * SYMMETRIC * m * m * n + m**3 / 3 + small + update,
         "row": 8.0 * m * m * n + 4 * update + small + 6 * traffic,
-        "dense": 2 * SYMMETRIC * m * n * n + update + n**3 / 3 + passes * 2 * (o * n * n + o * o * n) + 4 * traffic,
+        "dense": 2 * SYMMETRIC * m * n * n
+        + update
+        + n**3 / 3
+        + passes * 2 * (o * n * n + o * o * n)
+        + 4 * traffic,
     }
 
 
@@ -66,7 +70,9 @@ def side_for(
     inputs = layer.inputs
     assert inputs is not None
     own = isinstance(gradient, RowGradient) and gradient.inputs is inputs.full
-    chosen = _choose(layer, gradient, kind, passes, own) if route == "auto" else _forced(layer, kind, route, own)
+    chosen = (
+        _choose(layer, gradient, kind, passes, own) if route == "auto" else _forced(layer, kind, route, own)
+    )
     if kind == "mean":
         return MeanSide(inputs, form=chosen != "sample")
     assert isinstance(inputs.full, GramFactor | DenseFactor)
@@ -75,7 +81,9 @@ def side_for(
     return SampleSide(inputs.full) if chosen == "sample" else RowSide(inputs.full)
 
 
-def _choose(layer: LayerCurvature, gradient: WeightGradient, kind: InputKind, passes: float, own: bool) -> str:
+def _choose(
+    layer: LayerCurvature, gradient: WeightGradient, kind: InputKind, passes: float, own: bool
+) -> str:
     assert layer.inputs is not None
     full = layer.inputs.full
     o, n = gradient.shape

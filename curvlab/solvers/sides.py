@@ -225,7 +225,9 @@ class MeanSide(InputSide):
         whole, correction = gradient.whole, x - left(gradient.x)
         if isinstance(whole, RowProduct):
             # qᵀ = (√c / ‖E[h]‖)ᵀ H': the correction stays in the sample space.
-            coefficients = torch.addmm(left(whole.coefficients), correction, (whole.gram.root / self._norm)[None])
+            coefficients = torch.addmm(
+                left(whole.coefficients), correction, (whole.gram.root / self._norm)[None]
+            )
             return RowProduct(coefficients, whole.gram)
         assert whole is not None
         return torch.addmm(left(whole), correction, self.basis.T)

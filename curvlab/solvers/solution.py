@@ -146,7 +146,9 @@ class Solution:
         parameters = dict(unwrap(model).named_parameters())
         missing = [name for name in self.direction if name not in parameters]
         if missing:
-            raise SolveError(f"the model has no parameter {missing}; this solution is for {list(self.direction)}")
+            raise SolveError(
+                f"the model has no parameter {missing}; this solution is for {list(self.direction)}"
+            )
         for name in self.direction:
             add_into(parameters[name], self.direction.factored(name), lr)
 
@@ -204,4 +206,6 @@ class Solution:
             )
 
     def __repr__(self) -> str:
-        return f"Solution({self.solver} on {self.provider}, damping={self.damping}, {len(self.blocks)} blocks)"
+        return (
+            f"Solution({self.solver} on {self.provider}, damping={self.damping}, {len(self.blocks)} blocks)"
+        )

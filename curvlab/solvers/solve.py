@@ -88,7 +88,9 @@ def _check_gradient(curvature: Curvature, gradient: Mapping[str, Tensor]) -> Non
     for name, block in curvature.blocks.items():
         entry = _entry(gradient, name)
         if tuple(entry.shape) != block.shape:
-            raise SolveError(f"the gradient of `{name}` has shape {tuple(entry.shape)}; expected {block.shape}")
+            raise SolveError(
+                f"the gradient of `{name}` has shape {tuple(entry.shape)}; expected {block.shape}"
+            )
         if isinstance(entry, Tensor) and device.readable(entry) and not bool(torch.isfinite(entry.sum())):
             raise SolveError(f"the gradient of `{name}` holds NaN or infinity")
 
