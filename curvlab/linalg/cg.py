@@ -62,7 +62,7 @@ def conjugate_gradients(
     >>> result = conjugate_gradients(
     ...     lambda x: a @ x, torch.ones(2, 1), dot=lambda x, y: (x * y).sum(0), spread=lambda s: s,
     ...     max_iter=5, tol=1e-6)
-    >>> result.x.flatten().tolist(), result.iterations.tolist()
+    >>> result.x.round(decimals=4).flatten().tolist(), result.iterations.tolist()
     ([1.0, 0.25], [2])
     """
     scale = dot(rhs, rhs).sqrt()
@@ -74,7 +74,8 @@ def conjugate_gradients(
     p = z.clone()
     rz = dot(r, z)
     norm = rz.clamp(min=0).sqrt() if precondition is None else dot(r, r).clamp(min=0).sqrt()
-    active = norm > tol
+    # Written so that a NaN goes on to end as a breakdown: it has not converged.
+    active = ~(norm <= tol)
     residuals = [norm]
     outcomes = torch.where(active, int(Outcome.LIMIT), int(Outcome.CONVERGED))
     iterations = torch.zeros_like(outcomes)

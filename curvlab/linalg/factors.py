@@ -72,7 +72,7 @@ class Factor(ABC):
         """What `make` returns, computed once for each `key`: solvers share factorisations here."""
         if key not in self._memo:
             self._memo[key] = make()
-        return self._memo[key]  # type: ignore[no-any-return]
+        return self._memo[key]
 
     def quadratic(self, rows: Tensor) -> Tensor:
         """xᵀ F x for each row x."""
@@ -84,7 +84,8 @@ class Factor(ABC):
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
         """The factor with `function` applied to each of its tensors."""
-        return type(self)(**{name: function(value) for name, value in self.tensors().items()})
+        tensors: dict[str, Any] = {name: function(value) for name, value in self.tensors().items()}
+        return type(self)(**tensors)
 
     @property
     def nbytes(self) -> int:

@@ -23,6 +23,7 @@ def gram(rows: Tensor, centre: Tensor | None = None) -> Tensor:
     subtraction costs neither memory nor, in float32, the digits that centring a finished
     X Xᵀ would lose.
 
+    >>> import torch
     >>> gram(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist()
     [[5.0, 11.0], [11.0, 25.0]]
     """
@@ -38,6 +39,7 @@ def gram(rows: Tensor, centre: Tensor | None = None) -> Tensor:
 def congruence(weight: Tensor, matrix: Tensor) -> Tensor:
     """Wᵀ B W for a symmetric B.
 
+    >>> import torch
     >>> congruence(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0]])).tolist()
     [[3.0, 6.0], [6.0, 12.0]]
     """

@@ -12,14 +12,15 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from curvlab.curvature import Curvature, LayerCurvature
 from curvlab.exceptions import PairError
 from curvlab.linalg import RowProduct
-from curvlab.linalg.cg import Outcome
 from curvlab.linalg.inputs import InputKind
 from curvlab.solvers.damping import Damping
+from curvlab.solvers.pi import Split
 from curvlab.solvers.residual import System
 from curvlab.solvers.routes import Route
 from curvlab.solvers.sides import WeightGradient
@@ -42,7 +43,7 @@ class LayerDirection:
     """What `apply` returns: the steps of one layer and how they were found.
 
     `outcomes`, `iterations` and `history` have one column a system: the weight's, then the bias's;
-    None for a direct method.
+    None for a direct method. `split` is how the damping of the weight's system was split, where it was.
     """
 
     weight: Tensor | RowProduct | None
@@ -53,6 +54,7 @@ class LayerDirection:
     outcomes: Tensor | None = None
     iterations: Tensor | None = None
     history: Tensor | None = None
+    split: Split | None = None
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,6 @@ class Solver(ABC):
     input_factor: ClassVar[InputKind] = "full"
     needs_psd: ClassVar[bool] = True
     needs_kronecker: ClassVar[bool] = True
-    tolerance: ClassVar[float | None] = None
     route: Route = field(default="auto", kw_only=True)
 
     @abstractmethod
@@ -72,6 +73,13 @@ class Solver(ABC):
     @abstractmethod
     def apply(self, state: object, gradient: LayerGradient) -> LayerDirection:
         """The direction d, to be added to the parameters."""
+
+    def tolerance(self, dtype: torch.dtype) -> float:
+        """The relative residual up to which the true residual counts as converged.
+
+        By default that of a direct method: the root of the rounding unit.
+        """
+        return float(torch.finfo(dtype).eps ** 0.5)
 
     def check(self, curvature: Curvature, name: str) -> None:
         """Refuse a curvature the solver cannot work with, in a sentence."""
@@ -86,8 +94,3 @@ class Solver(ABC):
                 f"`{curvature.criterion}` is indefinite here ({curvature.definiteness.why}). "
                 f"Use `pch-1`, `pch-2` or `fisher`, or solver `cg`, which stops at negative curvature"
             )
-
-
-def converged(outcome: int) -> bool:
-    """Whether a system's own recursion says it converged."""
-    return outcome == Outcome.CONVERGED

@@ -42,12 +42,11 @@ class Columns:
         """Whether there is a column u."""
         return self.weight is not None and self.weight.perp_norm is not None
 
-    def index(self, like: Tensor) -> Tensor:
-        """The system each column belongs to."""
+    @property
+    def owners(self) -> list[int]:
+        """The number of the system that each column belongs to: the weight's, then the bias's."""
         weight = self.rank + self.has_perp
-        first_bias = 1 if weight else 0
-        sizes = [0] * weight + ([first_bias] if self.bias is not None else [])
-        return torch.tensor(sizes, device=like.device)
+        return [0] * weight + ([1 if weight else 0] if self.bias is not None else [])
 
     def right_hand_side(self) -> Tensor:
         """-G and -g in columns, lifted to the metric."""

@@ -63,6 +63,10 @@ class CG(Solver):
         if not self.tol >= 0:
             raise ValueError(f"tol={self.tol} must not be negative (it is relative to the right-hand side)")
 
+    def tolerance(self, dtype: torch.dtype) -> float:
+        """Its own, doubled: the true residual is not the recursive one."""
+        return 2 * self.tol
+
     def prepare(self, layer: LayerCurvature, damping: Damping, gradient: LayerGradient) -> _State:
         assert layer.output is not None
         side = None
@@ -89,16 +93,19 @@ class CG(Solver):
             direction = side.assemble(
                 weight, x, lambda y: torch.zeros_like(y) if scale is None else scale * y
             )
-        return self._direction(direction, bias, system, state, result)
+        route = side.route if side is not None else "bias"
+        rank = _rank(state, self.input_factor)
+        found = (result.outcomes, result.iterations, result.residuals)
+        return LayerDirection(direction, bias, system, route, rank, *found)
 
     def _iterate(self, columns: Columns) -> CGResult:
         rhs = columns.right_hand_side()
-        index = columns.index(rhs)
-        systems = len(set(index.tolist())) if device.readable(index) else 1 + (columns.bias is not None)
+        owners = columns.owners
+        index = torch.tensor(owners, device=rhs.device)
 
         def dot(x: Tensor, y: Tensor) -> Tensor:
             sums = (x[0] * y[-1]).sum(0)
-            return sums.new_zeros(systems).index_add_(0, index, sums)
+            return sums.new_zeros(owners[-1] + 1).index_add_(0, index, sums)
 
         return conjugate_gradients(
             columns.operator,
@@ -109,12 +116,6 @@ class CG(Solver):
             tol=self.tol,
             read_interval=device.read_interval(rhs),
         )
-
-    def _direction(self, weight, bias, system, state: _State, result: CGResult) -> LayerDirection:  # type: ignore[no-untyped-def]
-        route = state.side.route if state.side is not None else "bias"
-        return LayerDirection(
-            weight, bias, system, route, _rank(state, self.input_factor), result.outcomes, result.iterations, result.residuals
-        )  # fmt: skip
 
     def _explicit(self, state: _State, gradient: LayerGradient, system: DampedSystem) -> LayerDirection:
         interval = device.read_interval(state.output.example)
@@ -150,7 +151,7 @@ class EACG(CG):
 
 
 def _cheapest(factor: Factor, columns: int) -> Factor:
-    """A Gram factor as it is, or formed once where the products with `columns` columns are dearer than that."""
+    """A Gram factor as it is, or formed once where products with `columns` columns are dearer than that."""
     if not isinstance(factor, GramFactor):
         return factor
     m, n = factor.rows.shape

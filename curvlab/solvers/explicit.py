@@ -7,6 +7,7 @@ CG        textbook iteration on n_t × n_{t-1} matrices, E[hhᵀ] formed or E[h]
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -107,7 +108,9 @@ def explicit_cg(
     return results
 
 
-def _operator(layer: LayerCurvature, b: Tensor, damping: Damping, kind: InputKind, ndim: int):  # type: ignore[no-untyped-def]
+def _operator(
+    layer: LayerCurvature, b: Tensor, damping: Damping, kind: InputKind, ndim: int
+) -> Callable[[Tensor], Tensor]:
     scale, shift = damping.scale, damping.shift
     if ndim == 1:
         return lambda x: scale * (b @ x) + shift * x

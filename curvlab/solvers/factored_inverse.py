@@ -20,12 +20,13 @@ from torch import Tensor
 
 from curvlab import device
 from curvlab.curvature import LayerCurvature
+from curvlab.linalg import RowProduct
 from curvlab.linalg.inputs import InputKind
 from curvlab.linalg.inverse import shifted_inverse
 from curvlab.solvers import explicit
 from curvlab.solvers.base import Formulation, LayerDirection, LayerGradient, Solver
 from curvlab.solvers.damping import Damping
-from curvlab.solvers.pi import split
+from curvlab.solvers.pi import Split, split
 from curvlab.solvers.residual import FactoredSystem
 from curvlab.solvers.routes import side_for
 from curvlab.solvers.sides import InputSide
@@ -42,6 +43,7 @@ class _State:
     layer: LayerCurvature
     side: InputSide | None
     system: FactoredSystem
+    split: Split
     weight_inverse: Inverse | None
     bias_inverse: Inverse | None
     right_factor: Tensor | None
@@ -74,10 +76,12 @@ class KFI(Solver):
         side = None
         if gradient.weight is not None:
             side = side_for(layer, gradient.weight, self.input_factor, self.route, passes=1)
-        system = self._system(layer, side, damping)
+        chosen = self._split(layer, side)
+        root = damping.shift**0.5
+        system = FactoredSystem(self.input_factor, root / chosen.pi, root * chosen.pi, damping.shift)
         if self.formulation == "explicit":
             prepared = explicit.ExplicitInverse.prepare(layer, system)
-            return _State(layer, None, system, None, None, None, prepared)
+            return _State(layer, None, system, chosen, None, None, None, prepared)
         weight_inverse = bias_inverse = right = None
         if side is not None:
             weight_inverse = shifted_inverse(output, system.beta, ("weight", *key), check)
@@ -86,35 +90,34 @@ class KFI(Solver):
             right = output.remember(("input", side.route, *key), lambda: side.cholesky(system.gamma, check))
         if gradient.bias is not None:
             bias_inverse = shifted_inverse(output, damping.shift, ("bias", damping.shift), check)
-        return _State(layer, side, system, weight_inverse, bias_inverse, right)
+        return _State(layer, side, system, chosen, weight_inverse, bias_inverse, right)
 
-    def _system(self, layer: LayerCurvature, side: InputSide | None, damping: Damping) -> FactoredSystem:
+    def _split(self, layer: LayerCurvature, side: InputSide | None) -> Split:
         output = layer.output
         assert output is not None
-        one = torch.ones((), dtype=output.example.dtype, device=output.example.device)
         if self.pi is not None:
-            pi = one * self.pi
-        elif side is None or layer.inputs is None:
-            pi = one
-        else:
-            pi = split(side.trace, layer.inputs.full.size, output.trace(), output.size)
-        root = damping.shift**0.5
-        return FactoredSystem(self.input_factor, root / pi, root * pi, damping.shift)
+            return Split.fixed(self.pi, output.example)
+        if side is None or layer.inputs is None:
+            return Split.fixed(1.0, output.example)
+        return split(side.trace, layer.inputs.full.size, output.trace(), output.size)
 
     def apply(self, state: object, gradient: LayerGradient) -> LayerDirection:
         assert isinstance(state, _State)
+        weight: Tensor | RowProduct | None = None
+        bias: Tensor | None = None
         if state.explicit is not None:
             weight, bias = state.explicit.apply(gradient)
-            return LayerDirection(weight, bias, state.system, "explicit", _rank(state, gradient))
-        weight = bias = None
+            return LayerDirection(
+                weight, bias, state.system, "explicit", _rank(state, gradient), split=state.split
+            )
         if state.side is not None and gradient.weight is not None:
             weight = self._weight(state, state.side, gradient)
         if gradient.bias is not None and state.bias_inverse is not None:
             bias = -state.bias_inverse(gradient.bias[:, None])[:, 0]
         route = state.side.route if state.side is not None else "bias"
-        return LayerDirection(weight, bias, state.system, route, _rank(state, gradient))
+        return LayerDirection(weight, bias, state.system, route, _rank(state, gradient), split=state.split)
 
-    def _weight(self, state: _State, side: InputSide, gradient: LayerGradient):  # type: ignore[no-untyped-def]
+    def _weight(self, state: _State, side: InputSide, gradient: LayerGradient) -> Tensor | RowProduct:
         assert gradient.weight is not None
         inverse, gamma = state.weight_inverse, state.system.gamma
         assert inverse is not None

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from curvlab import device
-from curvlab.convert import flatten, unflatten
 from curvlab.curvature import Curvature
 from curvlab.linalg.cg import CGResult, conjugate_gradients
+from curvlab.linalg.flat import flatten, unflatten
 from curvlab.solvers.damping import Damping
 
-__all__ = ["BlockResult", "Preconditioner", "solve_blocks"]
+__all__ = ["BlockResult", "Preconditioner", "jacobi", "solve_blocks"]
 
 Preconditioner = Callable[[str, Tensor], Tensor]
 

@@ -28,6 +28,7 @@ __all__ = [
     "bias_residual",
     "curvature_form",
     "inner",
+    "relative",
     "weight_residual",
 ]
 
@@ -113,7 +114,7 @@ def weight_residual(
     else:
         right = right + system.gamma * d
         r = output.matmul(right) + system.beta * right + g
-    return _relative(space.dot(r, r), space.dot(g, g))
+    return relative(space.dot(r, r), space.dot(g, g))
 
 
 def bias_residual(system: System, layer: LayerCurvature, direction: Tensor, gradient: Tensor) -> Tensor:
@@ -121,10 +122,11 @@ def bias_residual(system: System, layer: LayerCurvature, direction: Tensor, grad
     assert layer.output is not None
     scale = system.scale if isinstance(system, DampedSystem) else 1.0
     r = scale * layer.output.matmul(direction[:, None])[:, 0] + system.shift * direction + gradient
-    return _relative(r @ r, gradient @ gradient)
+    return relative(r @ r, gradient @ gradient)
 
 
-def _relative(square: Tensor, reference: Tensor) -> Tensor:
+def relative(square: Tensor, reference: Tensor) -> Tensor:
+    """√(square / reference), or √square where the reference is zero."""
     square, reference = square.clamp(min=0), reference.clamp(min=0)
     return torch.where(
         reference > 0, (square / torch.where(reference > 0, reference, 1)).sqrt(), square.sqrt()

@@ -74,7 +74,7 @@ def side_for(
         _choose(layer, gradient, kind, passes, own) if route == "auto" else _forced(layer, kind, route, own)
     )
     if kind == "mean":
-        return MeanSide(inputs, form=chosen != "sample")
+        return MeanSide(inputs, chosen)
     assert isinstance(inputs.full, GramFactor | DenseFactor)
     if chosen == "dense" or isinstance(inputs.full, DenseFactor):
         return DenseSide(inputs.full)
@@ -111,12 +111,12 @@ def _forced(layer: LayerCurvature, kind: InputKind, route: str, own: bool) -> st
     full = layer.inputs.full
     if route == "sample" and not own:
         raise PairError(
-            f"layer `{layer.name}`: route `sample` needs the gradient of the very batch the curvature was estimated "
-            f"on, as problem.gradient() gives it; use route `row`, `dense` or `auto` for any other"
+            f"layer `{layer.name}`: route `sample` needs the gradient of the very batch the curvature was "
+            f"estimated on, as problem.gradient() gives it; use route `row`, `dense` or `auto` for any other"
         )
     if route == "row" and kind == "full" and not (isinstance(full, GramFactor) and full.narrow):
         raise PairError(
-            f"layer `{layer.name}`: route `row` needs an input factor kept as fewer rows than it has columns; "
-            f"use route `dense` or `auto`"
+            f"layer `{layer.name}`: route `row` needs an input factor kept as fewer rows than it has "
+            f"columns; use route `dense` or `auto`"
         )
     return route

@@ -180,9 +180,9 @@ class DenseSide(InputSide):
 class MeanSide(InputSide):
     """D = X qᵀ + L G⊥ with q = E[h]/‖E[h]‖ (zero where E[h] is): the rank-one input factor."""
 
-    def __init__(self, inputs: InputFactors, form: bool) -> None:
+    def __init__(self, inputs: InputFactors, route: str) -> None:
         self.inputs = inputs
-        self.route = "dense" if form else "sample"
+        self.route = route
 
     @cached_property
     def trace(self) -> Tensor:

@@ -20,12 +20,14 @@ from curvlab.linalg.cg import Outcome
 from curvlab.linalg.product import add_into, form
 from curvlab.network import unwrap
 from curvlab.solvers.damping import Damping
+from curvlab.solvers.measures import Measures
+from curvlab.solvers.pi import Split
 from curvlab.solvers.status import Status
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["BlockSolution", "Direction", "Measures", "Solution"]
+__all__ = ["BlockSolution", "Direction", "Solution"]
 
 
 class Direction(Mapping[str, Tensor]):
@@ -47,34 +49,18 @@ class Direction(Mapping[str, Tensor]):
         """The entry as it is held: a tensor, or its factors."""
         return self._entries[name]
 
-    def finite(self) -> dict[str, Tensor]:
-        """For each parameter a scalar tensor: whether its step is free of NaN and infinity.
+    def sums(self) -> dict[str, Tensor]:
+        """For each parameter a scalar tensor that is finite where its step is (nothing is read).
 
         A step in factors is finite where its coefficients and its rows are; the rows were checked
         when they were recorded.
         """
         held = {n: e.coefficients if isinstance(e, RowProduct) else e for n, e in self._entries.items()}
-        return {name: torch.isfinite(t.sum()) for name, t in held.items()}
+        return {name: tensor.sum() for name, tensor in held.items()}
 
-
-class Measures:
-    """What can be asked of a solved block; a solver's own kind of system computes it."""
-
-    def residual(self) -> Tensor:
-        """Relative residual of the solver's own system."""
-        raise NotImplementedError
-
-    def residual_full(self) -> Tensor:
-        """Relative residual of (s E[hhᵀ] ⊗ B + τI) d = -g, which compares across solvers."""
-        raise NotImplementedError
-
-    def slope(self) -> Tensor:
-        """gᵀd."""
-        raise NotImplementedError
-
-    def quadratic(self) -> Tensor:
-        """dᵀCd with the undamped curvature."""
-        raise NotImplementedError
+    def finite(self) -> dict[str, Tensor]:
+        """For each parameter a scalar tensor: whether its step is free of NaN and infinity."""
+        return {name: torch.isfinite(total) for name, total in self.sums().items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +76,7 @@ class BlockSolution:
     outcome: Tensor | None = None
     iteration_count: Tensor | None = None
     history: Tensor | None = None
+    split: Split | None = None
     seconds_prepare: float = float("nan")
     seconds_apply: float = float("nan")
 
@@ -107,6 +94,16 @@ class BlockSolution:
     def iterations(self) -> int:
         """CG iterations; 0 for a direct method."""
         return 0 if self.iteration_count is None else int(self.iteration_count)
+
+    @property
+    def pi(self) -> float:
+        """π of the factored inverse's weight system; NaN where the damping is not split."""
+        return float("nan") if self.split is None else float(self.split.pi)
+
+    @property
+    def pi_clamped(self) -> bool:
+        """Whether π lies at the end of its range because the traces would have it beyond."""
+        return self.split is not None and bool(self.split.clamped)
 
     @cached_property
     def status(self) -> Status:
@@ -158,7 +155,7 @@ class Solution:
         return sum(block.predicted_reduction for block in self.blocks.values())
 
     def frame(self) -> pd.DataFrame:
-        """One row a block: status, iterations, residuals, gᵀd, predicted reduction, rank, route, seconds."""
+        """One row a block: status, iterations, residuals, gᵀd, predicted reduction, rank, route, π, times."""
         import pandas as pd
 
         rows = [
@@ -175,6 +172,8 @@ class Solution:
                 "predicted_reduction": block.predicted_reduction,
                 "rank": block.rank,
                 "route": block.route,
+                "pi": block.pi,
+                "pi_clamped": block.pi_clamped,
                 "seconds_prepare": block.seconds_prepare,
                 "seconds_apply": block.seconds_apply,
             }
@@ -200,8 +199,9 @@ class Solution:
         if bad:
             name, block = next(iter(bad.items()))
             raise SolveError(
-                f"`{self.solver}` on `{self.provider}`: {len(bad)} of {len(self.blocks)} blocks did not converge; "
-                f"`{name}`: {block.status.value} (residual {block.residual:.2g} after {block.iterations} iterations). "
+                f"`{self.solver}` on `{self.provider}`: {len(bad)} of {len(self.blocks)} blocks did not "
+                f"converge; `{name}`: {block.status.value} (residual {block.residual:.2g} after "
+                f"{block.iterations} iterations). "
                 f"Allow more iterations or a larger tol or damping, or use strict=False"
             )
 

@@ -1,0 +1,104 @@
+"""A solver over the layers of a Kronecker curvature: prepare, apply, one solution a block."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import nan
+
+from torch import Tensor
+
+from curvlab.curvature import Curvature, LayerCurvature
+from curvlab.exceptions import SolveError
+from curvlab.gradient import Gradient, RowGradient
+from curvlab.linalg import RowProduct
+from curvlab.linalg.inverse import NotFiniteError, NotPositiveDefiniteError
+from curvlab.solvers.base import LayerDirection, LayerGradient, Solver
+from curvlab.solvers.damping import Damping
+from curvlab.solvers.measures import BiasMeasures, WeightMeasures
+from curvlab.solvers.solution import BlockSolution, Direction, Solution
+
+__all__ = ["entry_of", "solve_by_layers"]
+
+
+def entry_of(gradient: Mapping[str, Tensor], name: str) -> Tensor | RowGradient:
+    """A gradient's entry as it is held: in factors where it has them."""
+    return gradient.factored(name) if isinstance(gradient, Gradient) else gradient[name]
+
+
+def solve_by_layers(
+    solver: Solver, name: str, curvature: Curvature, gradient: Mapping[str, Tensor], damping: Damping
+) -> Solution:
+    """Solve layer by layer; a failure names the layer, the reason and the advice."""
+    entries: dict[str, Tensor | RowProduct] = {}
+    blocks: dict[str, BlockSolution] = {}
+    for layer in curvature.layers:
+        given = LayerGradient(
+            None if layer.weight_name is None else entry_of(gradient, layer.weight_name),
+            None if layer.bias_name is None else gradient[layer.bias_name],
+        )
+        try:
+            solved = _solve_layer(solver, layer, damping, given)
+        except NotPositiveDefiniteError as error:
+            raise SolveError(
+                f"layer `{layer.name}`: the damped factor of `{curvature.provider}` is not positive definite "
+                f"(smallest eigenvalue {error.smallest:.3g}), in float64 either. Increase the damping, or "
+                f"use solver `cg`, which stops at negative curvature"
+            ) from error
+        except NotFiniteError as error:
+            raise SolveError(f"layer `{layer.name}` of `{curvature.provider}`: {error}") from error
+        entries |= solved.entries()
+        blocks |= solved.blocks()
+    return Solution(name, curvature.provider, damping, Direction(entries), blocks)
+
+
+@dataclass(frozen=True, eq=False)
+class _Solved:
+    """One layer's systems and what a solver made of them."""
+
+    layer: LayerCurvature
+    gradient: LayerGradient
+    direction: LayerDirection
+    damping: Damping
+    tolerance: float
+    seconds_prepare: float
+    seconds_apply: float
+
+    def entries(self) -> dict[str, Tensor | RowProduct]:
+        named = ((self.layer.weight_name, self.direction.weight), (self.layer.bias_name, self.direction.bias))
+        return {name: step for name, step in named if name is not None and step is not None}
+
+    def blocks(self) -> dict[str, BlockSolution]:
+        return {name: self._block(name, column) for column, name in enumerate(self.entries())}
+
+    def _block(self, name: str, column: int) -> BlockSolution:
+        found = self.direction
+        measures = WeightMeasures if name == self.layer.weight_name else BiasMeasures
+        return BlockSolution(
+            name=name,
+            layer=self.layer.name,
+            measures=measures(self.layer, self.gradient, found, self.damping),
+            tolerance=self.tolerance,
+            route=found.route,
+            rank=found.rank,
+            outcome=None if found.outcomes is None else found.outcomes[column],
+            iteration_count=None if found.iterations is None else found.iterations[column],
+            history=None if found.history is None else found.history[:, column],
+            split=found.split if name == self.layer.weight_name else None,
+            seconds_prepare=self.seconds_prepare,
+            seconds_apply=self.seconds_apply,
+        )
+
+
+def _solve_layer(solver: Solver, layer: LayerCurvature, damping: Damping, given: LayerGradient) -> _Solved:
+    assert layer.output is not None
+    started = time.perf_counter()
+    state = solver.prepare(layer, damping, given)
+    prepared = time.perf_counter()
+    direction = solver.apply(state, given)
+    applied = time.perf_counter()
+    example = layer.output.example
+    # Elsewhere the calls return before the work is done, and waiting for it would cost more than it tells.
+    seconds = (prepared - started, applied - prepared) if example.device.type == "cpu" else (nan, nan)
+    return _Solved(layer, given, direction, damping, solver.tolerance(example.dtype), *seconds)

@@ -1,0 +1,79 @@
+"""Checks on the way in and on the way out of a solve, with one read back to the host each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from curvlab import device
+from curvlab.curvature import Curvature, LayerCurvature
+from curvlab.exceptions import SolveError
+from curvlab.gradient import RowGradient
+from curvlab.linalg.cg import Outcome
+from curvlab.solvers.by_layers import entry_of
+from curvlab.solvers.solution import Solution
+
+__all__ = ["check_gradient", "check_solution"]
+
+
+def check_gradient(curvature: Curvature, gradient: Mapping[str, Tensor]) -> None:
+    """Refuse a gradient with a missing, misshapen or non-finite entry, by the parameter's name."""
+    blocks = curvature.blocks
+    missing = [name for name in blocks if name not in gradient]
+    if missing:
+        raise SolveError(f"the gradient has no entry for {missing}; expected {list(blocks)}")
+    sums = {}
+    for name, block in blocks.items():
+        entry = entry_of(gradient, name)
+        if tuple(entry.shape) != block.shape:
+            raise SolveError(
+                f"the gradient of `{name}` has shape {tuple(entry.shape)}; expected {block.shape}"
+            )
+        # In factors: the inputs were checked when they were recorded, and the mean is the bias's gradient.
+        sums[name] = (entry.gradients.mean if isinstance(entry, RowGradient) else entry).sum()
+    bad = _not_finite(sums)
+    if bad:
+        raise SolveError(f"the gradient of {bad} holds NaN or infinity: has training diverged?")
+
+
+def check_solution(solution: Solution, curvature: Curvature) -> None:
+    """Raise where a direction is not finite or a breakdown comes from a curvature that is not."""
+    signs = solution.direction.sums()
+    for name, block in solution.blocks.items():
+        if block.outcome is not None:
+            broken = block.outcome == Outcome.BREAKDOWN
+            signs[name] = torch.where(broken, torch.full_like(signs[name], torch.nan), signs[name])
+    for name in _not_finite(signs):
+        layer = next(layer for layer in curvature.layers if name in layer.blocks)
+        if not _finite(_tensors(layer)):
+            raise SolveError(
+                f"the curvature of layer `{layer.name}` by `{curvature.provider}` holds NaN or infinity"
+            )
+        if not _finite([solution.direction[name]]):
+            raise SolveError(
+                f"layer `{layer.name}`: the direction of `{name}` by `{solution.solver}` on "
+                f"`{curvature.provider}` is not finite: the curvature or the solve overflows. "
+                f"Increase the damping, or use float64"
+            )
+
+
+def _not_finite(sums: Mapping[str, Tensor]) -> list[str]:
+    """The names whose sum is not finite: a single read where all are."""
+    if not sums:
+        return []
+    flags = torch.isfinite(torch.stack(list(sums.values())))
+    if not device.readable(flags) or bool(flags.all()):
+        return []
+    return [name for name, finite in zip(sums, flags.tolist(), strict=True) if not finite]
+
+
+def _tensors(layer: LayerCurvature) -> list[Tensor]:
+    outputs = {} if layer.output is None else layer.output.tensors()
+    inputs = {} if layer.inputs is None else layer.inputs.tensors()
+    return [*outputs.values(), *inputs.values()]
+
+
+def _finite(tensors: Iterable[Tensor]) -> bool:
+    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
