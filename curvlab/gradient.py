@@ -52,6 +52,9 @@ class Gradient(Mapping[str, Tensor]):
         entry = self._entries[name]
         return entry.form() if isinstance(entry, RowGradient) else entry
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries  # a Mapping's own would form the entry to find out
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
 

@@ -69,18 +69,16 @@ def conjugate_gradients(
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
     b = rhs / spread(scale)
     x = torch.zeros_like(b) if start is None else start / spread(scale)
-    r = b.clone() if start is None else b - operator(x)
+    r = b if start is None else b - operator(x)
     z = r if precondition is None else precondition(r)
-    p = z.clone()
+    p = z
     rz = dot(r, z)
-    norm = rz.clamp(min=0).sqrt() if precondition is None else dot(r, r).clamp(min=0).sqrt()
+    square = rz if precondition is None else dot(r, r)
     # Written so that a NaN goes on to end as a breakdown: it has not converged.
-    active = ~(norm <= tol)
-    residuals = [norm]
-    outcomes = torch.where(active, int(Outcome.LIMIT), int(Outcome.CONVERGED))
-    iterations = torch.zeros_like(outcomes)
+    active = ~(square <= tol * tol)
+    squares, worked = [square], []
+    ended = _Ended(torch.zeros_like(active), torch.zeros_like(active))
     zero = torch.zeros_like(rz)
-    eps = 8 * torch.finfo(rhs.dtype).eps
     for k in range(max_iter):
         if read_interval and k % read_interval == 0 and not bool(active.any()):
             break
@@ -88,26 +86,46 @@ def conjugate_gradients(
         pap = dot(p, ap)
         # Where reads are free and every pᵀAp > 0 (always, for a definite operator) no norm need be known.
         if read_interval != 1 or not bool((pap > 0).all()):
-            bound = eps * (dot(p, p) * dot(ap, ap)).clamp(min=0).sqrt()
-            negative = active & (pap < -bound)
-            flat = active & ~negative & ~(pap > 0)
-            outcomes = torch.where(negative, int(Outcome.NEGATIVE_CURVATURE), outcomes)
-            outcomes = torch.where(flat, int(Outcome.BREAKDOWN), outcomes)
-            x = torch.where(spread(negative & (iterations == 0)), b, x) if start is None else x
-            active = active & ~negative & ~flat
-        step = torch.where(active, rz / pap, zero)
-        laid = spread(step)
-        x = torch.addcmul(x, laid, p)
-        r = torch.addcmul(r, laid, ap, value=-1)
+            ended = ended.joined(active, pap, _bound(dot, p, ap))
+            active = active & ~ended.negative & ~ended.flat
+            if k == 0 and start is None:
+                x = torch.where(spread(ended.negative), b, x)
+        step = spread(torch.where(active, rz / pap, zero))
+        x = torch.addcmul(x, step, p)
+        r = torch.addcmul(r, step, ap, value=-1)
         z = r if precondition is None else precondition(r)
         rz_next = dot(r, z)
-        norm = torch.where(active, rz_next if precondition is None else dot(r, r), residuals[-1].square())
-        norm = norm.clamp(min=0).sqrt()
-        residuals.append(norm)
-        iterations = iterations + active
-        finished = active & (norm <= tol)
-        outcomes = torch.where(finished, int(Outcome.CONVERGED), outcomes)
-        active = active & ~finished
+        square = rz_next if precondition is None else dot(r, r)
+        squares.append(square)
+        worked.append(active)
+        active = active & ~(square <= tol * tol)
         p = torch.addcmul(z, spread(torch.where(active, rz_next / rz, zero)), p)
         rz = rz_next
-    return CGResult(x * spread(scale), outcomes, iterations, torch.stack(residuals))
+    residuals = torch.stack(squares).clamp(min=0).sqrt()
+    iterations = torch.stack(worked).sum(0) if worked else torch.zeros_like(active, dtype=torch.int64)
+    return CGResult(x * spread(scale), ended.outcomes(active), iterations, residuals)
+
+
+@dataclass(frozen=True, eq=False)
+class _Ended:
+    """The systems that negative curvature, or a direction of none, has ended."""
+
+    negative: Tensor
+    flat: Tensor
+
+    def joined(self, active: Tensor, pap: Tensor, bound: Tensor) -> _Ended:
+        """With those that end in this iteration."""
+        negative = active & (pap < -bound)
+        flat = active & ~negative & ~(pap > 0)
+        return _Ended(self.negative | negative, self.flat | flat)
+
+    def outcomes(self, active: Tensor) -> Tensor:
+        """How each system ended, given those still active."""
+        outcomes = torch.where(active, int(Outcome.LIMIT), int(Outcome.CONVERGED))
+        outcomes = torch.where(self.negative, int(Outcome.NEGATIVE_CURVATURE), outcomes)
+        return torch.where(self.flat, int(Outcome.BREAKDOWN), outcomes)
+
+
+def _bound(dot: Callable[[Tensor, Tensor], Tensor], p: Tensor, ap: Tensor) -> Tensor:
+    """8 ε ‖p‖ ‖Ap‖."""
+    return 8 * torch.finfo(p.dtype).eps * (dot(p, p) * dot(ap, ap)).clamp(min=0).sqrt()

@@ -100,18 +100,11 @@ class CG(Solver):
 
     def _iterate(self, columns: Columns) -> CGResult:
         rhs = columns.right_hand_side()
-        owners = columns.owners
-        index = torch.tensor(owners, device=rhs.device)
-
-        def dot(x: Tensor, y: Tensor) -> Tensor:
-            sums = (x[0] * y[-1]).sum(0)
-            return sums.new_zeros(owners[-1] + 1).index_add_(0, index, sums)
-
         return conjugate_gradients(
             columns.operator,
             rhs,
-            dot=dot,
-            spread=lambda s: s[index],
+            dot=columns.dot,
+            spread=columns.spread,
             max_iter=self.max_iter,
             tol=self.tol,
             read_interval=device.read_interval(rhs),

@@ -32,6 +32,7 @@ from curvlab.linalg.inverse import cholesky_shifted
 __all__ = ["Coordinates", "DenseSide", "InputSide", "MeanSide", "RowSide", "SampleSide"]
 
 Left = Callable[[Tensor], Tensor]
+SPLIT_ELEMENTS = 1 << 18
 WeightGradient = Tensor | RowGradient
 
 
@@ -70,7 +71,7 @@ class InputSide(ABC):
 
     @abstractmethod
     def assemble(self, gradient: Coordinates, x: Tensor, left: Left) -> Tensor | RowProduct:
-        """D = X Z + L G⊥."""
+        """D = X Z + L G⊥; `left` is L and returns a new tensor."""
 
     @abstractmethod
     def remember(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
@@ -140,12 +141,11 @@ class RowSide(InputSide):
 
     def coordinates(self, gradient: WeightGradient) -> Coordinates:
         formed = _formed(gradient)
-        x, perp = _split(formed, self.basis)
-        return Coordinates(x, torch.linalg.matrix_norm(perp), formed)
+        return Coordinates(*_split(formed, self.basis), formed)
 
     def assemble(self, gradient: Coordinates, x: Tensor, left: Left) -> Tensor:
         assert isinstance(gradient.whole, Tensor)
-        return torch.addmm(left(gradient.whole), x - left(gradient.x), self.basis.T)
+        return left(gradient.whole).addmm_(x - left(gradient.x), self.basis.T)
 
     def remember(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
         return self.gram.remember(key, make)
@@ -207,8 +207,7 @@ class MeanSide(InputSide):
         if isinstance(gradient, RowGradient) and self.route == "sample":
             return self._in_factors(gradient)
         formed = _formed(gradient)
-        x, perp = _split(formed, self.basis)
-        return Coordinates(x, torch.linalg.matrix_norm(perp), formed)
+        return Coordinates(*_split(formed, self.basis), formed)
 
     def _in_factors(self, gradient: RowGradient) -> Coordinates:
         """Gq = S'ᵀ(H'q) and ‖G⊥‖² = Σ S'S'ᵀ ⊙ K̃, with K̃ from the centred inputs: no digits are lost."""
@@ -225,12 +224,11 @@ class MeanSide(InputSide):
         whole, correction = gradient.whole, x - left(gradient.x)
         if isinstance(whole, RowProduct):
             # qᵀ = (√c / ‖E[h]‖)ᵀ H': the correction stays in the sample space.
-            coefficients = torch.addmm(
-                left(whole.coefficients), correction, (whole.gram.root / self._norm)[None]
-            )
+            coefficients = left(whole.coefficients)
+            coefficients.addmm_(correction, (whole.gram.root / self._norm)[None])
             return RowProduct(coefficients, whole.gram)
         assert whole is not None
-        return torch.addmm(left(whole), correction, self.basis.T)
+        return left(whole).addmm_(correction, self.basis.T)
 
     def remember(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
         return self.inputs.mean_factor.remember(key, make)
@@ -241,8 +239,16 @@ def _formed(gradient: WeightGradient) -> Tensor:
 
 
 def _split(gradient: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
-    """GQ and G⊥, orthogonalised twice so that G⊥ has no component along Q left but rounding."""
-    x = gradient @ basis
-    perp = torch.addmm(gradient, x, basis.T, alpha=-1)
-    again = perp @ basis
-    return x + again, perp.addmm_(again, basis.T, alpha=-1)
+    """GQ and ‖G⊥‖; G⊥ is orthogonalised twice, so that only rounding of its component along Q is left.
+
+    A few rows at a time: G⊥ is needed for its norm alone and is never held whole.
+    """
+    parts, norms = [], []
+    for rows in gradient.split(max(1, SPLIT_ELEMENTS // gradient.shape[1])):
+        x = rows @ basis
+        perp = torch.addmm(rows, x, basis.T, alpha=-1)
+        again = perp @ basis
+        perp.addmm_(again, basis.T, alpha=-1)
+        parts.append(x.add_(again))
+        norms.append(torch.linalg.matrix_norm(perp))
+    return torch.cat(parts), torch.stack(norms).norm()

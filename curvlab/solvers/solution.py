@@ -39,6 +39,9 @@ class Direction(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         return form(self._entries[name])
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries  # a Mapping's own would form the entry to find out
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
 
