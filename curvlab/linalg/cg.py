@@ -74,8 +74,11 @@ def conjugate_gradients(
     p = z
     rz = dot(r, z)
     square = rz if precondition is None else dot(r, r)
+    # Squares below the smallest normal number lose their digits, so with tol = 0 the end is there.
+    limits = torch.finfo(rhs.dtype)
+    enough = max(tol * tol, limits.tiny / limits.eps)
     # Written so that a NaN goes on to end as a breakdown: it has not converged.
-    active = ~(square <= tol * tol)
+    active = ~(square <= enough)
     squares, worked = [square], []
     ended = _Ended(torch.zeros_like(active), torch.zeros_like(active))
     zero = torch.zeros_like(rz)
@@ -98,7 +101,7 @@ def conjugate_gradients(
         square = rz_next if precondition is None else dot(r, r)
         squares.append(square)
         worked.append(active)
-        active = active & ~(square <= tol * tol)
+        active = active & ~(square <= enough)
         p = torch.addcmul(z, spread(torch.where(active, rz_next / rz, zero)), p)
         rz = rz_next
     residuals = torch.stack(squares).clamp(min=0).sqrt()
