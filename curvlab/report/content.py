@@ -1,0 +1,211 @@
+"""What the report says, in order, free of any format: the HTML page and the Markdown file render the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from curvlab.report.figures import (
+    convergence_curves,
+    cost_bars,
+    error_heatmap,
+    memory_bars,
+    pareto_scatter,
+    residual_curves,
+)
+from curvlab.report.recommend import Recommendation, recommend
+from curvlab.report.tables import (
+    Table,
+    cell_table,
+    convergence_table,
+    error_table,
+    left_out_table,
+    mapping_table,
+)
+from curvlab.report.theme import Look, Theme
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from curvlab.studies.compare import Comparison
+
+__all__ = ["Content", "Drawing", "Section", "content_of"]
+
+FACTS = ("arch", "model", "activation", "data", "criterion", "batch", "alpha", "repetitions", "device", "dtype")
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A figure: what to call its file, what it shows, and how to draw it in a look."""
+
+    name: str
+    caption: str
+    draw: Callable[[Look], Axes]
+    half: bool = False
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading with what stands under it."""
+
+    name: str
+    title: str
+    text: str = ""
+    drawings: tuple[Drawing, ...] = ()
+    tables: tuple[Table, ...] = ()
+    folded: tuple[Table, ...] = ()
+    notes: tuple[str, ...] = ()
+    code: str = ""
+
+
+@dataclass(frozen=True)
+class Content:
+    """The whole report."""
+
+    title: str
+    facts: tuple[tuple[str, str], ...]
+    answer: Recommendation
+    sections: tuple[Section, ...]
+    look: Callable[[Theme], Look]
+
+
+def content_of(comparison: Comparison) -> Content:
+    """Everything that the frames of a comparison have to say; sections without data are left out."""
+    cells, convergence = comparison.cells, comparison.convergence
+    frames = [cells, comparison.errors, comparison.traces, convergence]
+    sections = [
+        _pareto(comparison),
+        _errors(comparison),
+        _costs(comparison),
+        _memory(comparison),
+        _training(comparison),
+        _residuals(comparison),
+        _all_pairs(comparison),
+        _warnings(comparison),
+        _left_out(comparison),
+        _environment(comparison),
+    ]
+    return Content(
+        title="Which curvature, which solver?",
+        facts=_facts(comparison.config),
+        answer=recommend(cells, comparison.errors, convergence),
+        sections=tuple(section for section in sections if section is not None),
+        look=lambda theme: Look.of_frames(*frames, theme=theme),
+    )
+
+
+def _facts(config: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """What was studied, in a line: the fields that tell one study from another, wherever they are nested."""
+    rows = mapping_table("", config).rows
+    known = {row[0].text.rpartition(".")[2]: row[1].text for row in rows}
+    return tuple((name, known[name]) for name in FACTS if known.get(name))
+
+
+def _pareto(comparison: Comparison) -> Section:
+    cells = comparison.cells
+    caption = (
+        "Every pair by its cost and its error; the dashed line is the Pareto front, its members are named. "
+        "Whiskers are the interquartile range of the time."
+    )
+    drawings = [Drawing("pareto", caption, lambda look: pareto_scatter(cells, look=look))]
+    if cells["distance"].notna().any():
+        text = "The same against the distance of the step to the exact damped Newton step, where the solver counts too."
+        drawings.append(Drawing("newton", text, lambda look: pareto_scatter(cells, look=look, error="distance")))
+    return Section("front", "Cost against error", drawings=tuple(drawings))
+
+
+def _errors(comparison: Comparison) -> Section | None:
+    errors = comparison.errors
+    if errors.empty:
+        return None
+    caption = (
+        "Distance of each layer's curvature block to the absolute exact Hessian, ‖B̃ − |B|‖ in the Frobenius norm. "
+        "The colour is logarithmic: darker is worse. Total is the root of the sum of squares."
+    )
+    drawing = Drawing("errors", caption, lambda look: error_heatmap(errors, look=look))
+    return Section("errors", "Error by layer", drawings=(drawing,), folded=(error_table(errors),))
+
+
+def _costs(comparison: Comparison) -> Section:
+    caption = (
+        "Median time of one step: estimate the curvature, prepare the solver (all that needs only the matrix), "
+        "apply it to a gradient. Repetitions are interleaved over the pairs."
+    )
+    return Section(
+        "time", "Time", drawings=(Drawing("time", caption, lambda look: cost_bars(comparison.cells, look=look)),)
+    )
+
+
+def _memory(comparison: Comparison) -> Section | None:
+    if not comparison.cells["peak_bytes"].notna().any():
+        return None
+    caption = (
+        "Peak of live tensor bytes beyond model and data, what the result holds on to, and the peak that planning on "
+        "fake tensors predicts."
+    )
+    return Section(
+        "memory", "Memory", drawings=(Drawing("memory", caption, lambda look: memory_bars(comparison.cells, look=look)),)
+    )
+
+
+def _training(comparison: Comparison) -> Section | None:
+    convergence = comparison.convergence
+    if convergence.empty:
+        return None
+    measures = [("train_loss", "Training loss")]
+    if convergence["test_accuracy"].notna().any():
+        measures.append(("test_accuracy", "Test accuracy"))
+    elif convergence["test_loss"].notna().any():
+        measures.append(("test_loss", "Test loss"))
+
+    def drawing(measure: str, title: str, against: str) -> Drawing:
+        caption = f"{title} by {'wall clock' if against == 'seconds' else 'epoch'}, one run each."
+        return Drawing(
+            f"{measure.replace('_', '-')}-{against}",
+            caption,
+            lambda look: convergence_curves(convergence, look=look, against=against, measure=measure),
+            half=True,
+        )
+
+    drawings = tuple(drawing(*measure, against) for measure in measures for against in ("epoch", "seconds"))
+    return Section("training", "Convergence", drawings=drawings, tables=(convergence_table(convergence),))
+
+
+def _residuals(comparison: Comparison) -> Section | None:
+    traces = comparison.traces
+    if traces.empty:
+        return None
+    caption = (
+        "Relative residual of each iterative solver in its own system, the largest over the blocks. Systems differ "
+        "between solvers; the table has the residual in one common system."
+    )
+    drawing = Drawing("residuals", caption, lambda look: residual_curves(traces, look=look))
+    return Section("residuals", "Residual by iteration", drawings=(drawing,))
+
+
+def _all_pairs(comparison: Comparison) -> Section:
+    text = "Medians, with the interquartile range in brackets. Newton: the exact damped Newton direction of the same blocks."
+    return Section("pairs", "All numbers", text, tables=(cell_table(comparison.cells),))
+
+
+def _warnings(comparison: Comparison) -> Section | None:
+    notes = tuple(str(warning) for warning in comparison.warnings)
+    return Section("warnings", "Warnings", notes=notes) if notes else None
+
+
+def _left_out(comparison: Comparison) -> Section | None:
+    table = left_out_table(comparison.cells)
+    text = "A pair that does not exist is skipped and is no failure; a failed one did not stop the others."
+    return Section("left-out", "Failed and skipped", text, tables=(table,)) if table.rows else None
+
+
+def _environment(comparison: Comparison) -> Section:
+    tables = (mapping_table("Configuration", comparison.config), mapping_table("Environment", comparison.environment))
+    return Section(
+        "again",
+        "Run it again",
+        "The command that reproduces this report, and what it ran on.",
+        folded=tuple(table for table in tables if table.rows),
+        code=comparison.command,
+    )

@@ -1,0 +1,109 @@
+"""What each pair costs: time split in estimate, prepare and apply, and memory measured against planned."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+from matplotlib.artist import Artist
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from curvlab.report.figures.axes import FONT, dress, empty, get_axes, legend, look_of, shorten
+from curvlab.report.numbers import Unit, byte_unit, digits, second_unit
+from curvlab.report.theme import Look
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["cost_bars", "memory_bars"]
+
+PHASES = {"estimate": 1.0, "prepare": 0.6, "apply": 0.28}
+HEIGHT = 0.68
+
+
+def cost_bars(cells: pd.DataFrame, ax: Axes | None = None, look: Look | None = None) -> Axes:
+    """Stacked bars of the median seconds of each phase; the whisker is the interquartile range of the total.
+
+    >>> cells = pd.DataFrame({"provider": ["pch-1"], "solver": ["kfi"], "status": ["ok"],
+    ...     "estimate_seconds": [0.003], "prepare_seconds": [0.001], "apply_seconds": [0.001],
+    ...     "total_seconds": [0.005], "total_iqr": [0.0002]})
+    >>> cost_bars(cells).get_xlabel()
+    'median time (ms)'
+    """
+    shown, ax, look = _start(cells, "total_seconds", ax, look)
+    if shown.empty:
+        return empty(ax, look, "no pair finished")
+    unit = second_unit(shown["total_seconds"])
+    rows, colours = np.arange(len(shown)), [look.colour(str(name)) for name in shown["provider"]]
+    left = np.zeros(len(shown))
+    for phase, strength in PHASES.items():
+        width = shown[f"{phase}_seconds"].fillna(0).to_numpy() / unit.size
+        ax.barh(rows, width, HEIGHT, left, color=colours, alpha=strength)
+        left += width
+    total = shown["total_seconds"].to_numpy() / unit.size
+    half = shown["total_iqr"].fillna(0).to_numpy() / unit.size / 2
+    ax.errorbar(total, rows, xerr=half, fmt="none", ecolor=look.theme.ink, elinewidth=1, capsize=2.5)
+    _numbers(ax, look, np.maximum(total + half, left), total)
+    _finish(ax, look, shown, f"median time ({unit.name})")
+    shades = [Patch(color=look.theme.ink, alpha=strength, label=phase) for phase, strength in PHASES.items()]
+    legend(ax, look, [*shades, Line2D([], [], color=look.theme.ink, linewidth=1, label="interquartile\nrange of total")])
+    return ax
+
+
+def memory_bars(cells: pd.DataFrame, ax: Axes | None = None, look: Look | None = None) -> Axes:
+    """Bars of the measured peak and, darker, of what the result holds on to; a diamond where it was planned.
+
+    >>> cells = pd.DataFrame({"provider": ["pch-1"], "solver": ["kfi"], "status": ["ok"],
+    ...     "peak_bytes": [4e6], "held_bytes": [1e6], "planned_bytes": [4e6]})
+    >>> memory_bars(cells).get_xlabel()
+    'memory (MB)'
+    """
+    shown, ax, look = _start(cells, "peak_bytes", ax, look)
+    if shown.empty:
+        return empty(ax, look, "no memory was measured")
+    unit = byte_unit(shown["peak_bytes"])
+    rows, colours = np.arange(len(shown)), [look.colour(str(name)) for name in shown["provider"]]
+    peak, held, planned = (_scaled(shown[f"{name}_bytes"], unit) for name in ("peak", "held", "planned"))
+    ax.barh(rows, peak, HEIGHT, color=colours, alpha=0.45)
+    ax.barh(rows, np.nan_to_num(held), HEIGHT, color=colours)
+    diamond = {"marker": "D", "markersize": 5, "markerfacecolor": look.theme.paper, "markeredgecolor": look.theme.ink}
+    ax.plot(planned, rows, linestyle="none", **diamond)
+    _numbers(ax, look, np.fmax(peak, planned), peak)
+    _finish(ax, look, shown, f"memory ({unit.name})")
+    entries: list[Artist] = [
+        Patch(color=look.theme.ink, alpha=0.45, label="peak, measured"),
+        Patch(color=look.theme.ink, label="held by the result"),
+    ]
+    if np.isfinite(planned).any():
+        entries.append(Line2D([], [], linestyle="none", label="peak, planned", **diamond))
+    legend(ax, look, entries)
+    return ax
+
+
+def _start(cells: pd.DataFrame, column: str, ax: Axes | None, look: Look | None) -> tuple[pd.DataFrame, Axes, Look]:
+    shown = cells[(cells["status"] == "ok") & cells[column].notna()]
+    return shown, get_axes(ax, 8.2, 1.0 + 0.26 * max(len(shown), 3)), look_of(look, cells)
+
+
+def _scaled(values: pd.Series, unit: Unit) -> np.ndarray:
+    return values.to_numpy(dtype=float) / unit.size
+
+
+def _numbers(ax: Axes, look: Look, ends: np.ndarray, values: np.ndarray) -> None:
+    """Each total in figures behind its bar."""
+    for row, (end, value) in enumerate(zip(ends, values, strict=True)):
+        place = {"xy": (end, row), "xytext": (6, 0), "textcoords": "offset points", "va": "center"}
+        ax.annotate(digits(value), **place, color=look.theme.muted, fontsize=FONT - 1)
+
+
+def _finish(ax: Axes, look: Look, shown: pd.DataFrame, label: str) -> None:
+    names = [shorten(f"{provider} + {solver}") for provider, solver in zip(shown["provider"], shown["solver"], strict=True)]
+    ax.set_yticks(np.arange(len(shown)), names)
+    ax.invert_yaxis()
+    ax.margins(x=0.09, y=0.02)
+    ax.set_xlim(left=0)
+    ax.set_xlabel(label)
+    dress(ax, look, grid="x")
+    ax.tick_params(axis="y", length=0)

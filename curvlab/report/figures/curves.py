@@ -1,0 +1,124 @@
+"""Curves: loss or accuracy against epochs or seconds, and residuals against the iteration of the solver."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.artist import Artist
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+
+from curvlab.report.figures.axes import dress, empty, get_axes, handles, legend, log_axis, look_of, shorten
+from curvlab.report.theme import LINES, Look
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["convergence_curves", "residual_curves"]
+
+SIZE = (6.6, 3.6)
+LABELS = {
+    "epoch": "epoch",
+    "seconds": "training time (s)",
+    "train_loss": "training loss",
+    "test_loss": "test loss",
+    "test_accuracy": "test accuracy",
+}
+
+
+def convergence_curves(
+    convergence: pd.DataFrame,
+    ax: Axes | None = None,
+    look: Look | None = None,
+    *,
+    against: str = "epoch",
+    measure: str = "train_loss",
+) -> Axes:
+    """`measure` against `"epoch"` or `"seconds"`, a line an optimizer; baselines are grey.
+
+    >>> frame = pd.DataFrame({"optimizer": "sgd", "provider": "", "solver": "", "epoch": [0, 1],
+    ...     "seconds": [0.0, 0.4], "train_loss": [2.3, 1.1]})
+    >>> convergence_curves(frame, against="seconds").get_xlabel()
+    'training time (s)'
+    """
+    ax, look = get_axes(ax, *SIZE), look_of(look, convergence)
+    known = convergence[np.isfinite(convergence[measure].astype(float))]
+    if known.empty:
+        return empty(ax, look, f"no {LABELS.get(measure, measure)} was measured")
+    baselines: list[Artist] = []
+    for name, group, style in _runs(known, look):
+        (line,) = ax.plot(group[against], group[measure], **style)
+        if not _text(group, "provider"):
+            baselines.append(Line2D([], [], **style, label=shorten(name)))
+        line.set_label(shorten(name))
+    ax.set(xlabel=LABELS.get(against, against), ylabel=LABELS.get(measure, measure))
+    if against == "epoch":
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if measure != "test_accuracy" and bool((known[measure] > 0).all()):
+        log_axis(ax, "y")
+    dress(ax, look)
+    pairs = known[known["provider"].fillna("") != ""]
+    second_order = handles(look, _ordered(pairs, "provider"), _ordered(pairs, "solver"), lines=True)
+    legend(ax, look, second_order + baselines)
+    return ax
+
+
+def residual_curves(traces: pd.DataFrame, ax: Axes | None = None, look: Look | None = None) -> Axes:
+    """The largest relative residual over the blocks against the iteration; a block that is done keeps its last.
+
+    >>> frame = pd.DataFrame({"provider": "pch-1", "solver": "cg", "block": ["a", "a", "b"],
+    ...     "iteration": [0, 1, 0], "residual": [1.0, 0.1, 0.5]})
+    >>> residual_curves(frame).lines[0].get_ydata().tolist()
+    [1.0, 0.5]
+    """
+    ax, look = get_axes(ax, *SIZE), look_of(look, traces)
+    known = traces[np.isfinite(traces["residual"].astype(float)) & (traces["residual"] > 0)] if len(traces) else traces
+    if known.empty:
+        return empty(ax, look, "no iterative solver ran")
+    for (provider, solver), group in known.groupby(["provider", "solver"], sort=False):
+        blocks = group.pivot_table(index="iteration", columns="block", values="residual", aggfunc="last")
+        worst = blocks.sort_index().ffill().max(axis=1)
+        ax.plot(worst.index, worst.to_numpy(), **_style(look, str(provider), str(solver), len(worst)))
+    ax.set(xlabel="iteration", ylabel="relative residual, largest over blocks")
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    log_axis(ax, "y")
+    dress(ax, look)
+    legend(ax, look, handles(look, _ordered(known, "provider"), _ordered(known, "solver"), lines=True))
+    return ax
+
+
+def _runs(known: pd.DataFrame, look: Look) -> Iterator[tuple[str, pd.DataFrame, dict[str, Any]]]:
+    """Each optimizer's rows with the style of its line; baselines take the dash patterns in turn."""
+    baselines = 0
+    for name, group in known.groupby("optimizer", sort=False):
+        provider, solver = _text(group, "provider"), _text(group, "solver")
+        if provider:
+            style = _style(look, provider, solver, len(group))
+        else:
+            style = {"color": look.theme.muted, "linestyle": LINES[baselines % len(LINES)], "linewidth": 2.4, "alpha": 0.8}
+            baselines += 1
+        yield str(name), group.sort_values("epoch"), style
+
+
+def _style(look: Look, provider: str, solver: str, points: int) -> dict[str, Any]:
+    """Colour by provider, dashes and marker by solver, with some eight markers however long the line."""
+    return {
+        "color": look.colour(provider),
+        "linestyle": look.line(solver),
+        "marker": look.marker(solver),
+        "markevery": max(1, points // 8),
+        "markersize": 4,
+        "linewidth": 1.5,
+    }
+
+
+def _text(group: pd.DataFrame, column: str) -> str:
+    value = group[column].iloc[0]
+    return str(value) if pd.notna(value) else ""
+
+
+def _ordered(frame: pd.DataFrame, column: str) -> list[str]:
+    return list(dict.fromkeys(frame[column].astype(str)))

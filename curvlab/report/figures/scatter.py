@@ -1,0 +1,106 @@
+"""Cost against error, with the Pareto front drawn: what the recommendation is read from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from curvlab.report.figures.axes import FONT, dress, empty, get_axes, handles, legend, log_axis, look_of, shorten
+from curvlab.report.numbers import Unit, second_unit
+from curvlab.report.pareto import Candidate, candidates, front
+from curvlab.report.theme import Look
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["pareto_scatter"]
+
+LABELS = {
+    "error_relative": "relative error of the curvature (%)",
+    "distance": "relative distance to the exact damped Newton direction (%)",
+}
+WIDE = 6.0  # a range of more than this factor is drawn on a logarithmic axis
+
+
+def pareto_scatter(
+    cells: pd.DataFrame, ax: Axes | None = None, look: Look | None = None, *, error: str = "error_relative"
+) -> Axes:
+    """Median seconds (with their interquartile range) against `error`; the front is labelled.
+
+    >>> cells = pd.DataFrame({"provider": ["fisher", "pch-1"], "solver": "kfi", "status": "ok",
+    ...     "total_seconds": [0.001, 0.002], "total_iqr": 1e-5, "error_relative": [0.9, 0.1]})
+    >>> [text.get_text() for text in pareto_scatter(cells).texts]
+    ['fisher + kfi', 'pch-1 + kfi']
+    """
+    ax, look = get_axes(ax, 8.2, 4.2), look_of(look, cells)
+    pairs = [pair for pair in candidates(cells, error) if np.isfinite(pair.error)]
+    if not pairs:
+        return empty(ax, look, "no pair finished with a known error")
+    unit = second_unit([pair.cost for pair in pairs])
+    for pair in pairs:
+        _point(ax, look, pair, unit)
+    ahead = front(pairs)
+    _staircase(ax, look, ahead, unit)
+    ax.set(xlabel=f"median time of estimate + prepare + apply ({unit.name})", ylabel=LABELS.get(error, error))
+    _scales(ax, pairs)
+    dress(ax, look)
+    _name_points(ax, look, ahead, unit)
+    providers, solvers = (list(dict.fromkeys(getattr(pair, what) for pair in pairs)) for what in ("provider", "solver"))
+    legend(ax, look, handles(look, providers, solvers, lines=False))
+    return ax
+
+
+def _point(ax: Axes, look: Look, pair: Candidate, unit: Unit) -> None:
+    ax.errorbar(
+        pair.cost / unit.size,
+        100 * pair.error,
+        xerr=pair.spread / 2 / unit.size,
+        color=look.colour(pair.provider),
+        marker=look.marker(pair.solver),
+        markersize=7,
+        markeredgecolor=look.theme.paper,
+        markeredgewidth=0.8,
+        elinewidth=1.2,
+        capsize=2,
+        linestyle="none",
+        zorder=3,
+    )
+
+
+def _staircase(ax: Axes, look: Look, ahead: Sequence[Candidate], unit: Unit) -> None:
+    """Between two neighbours on the front, the less accurate is the best that the time buys."""
+    cost = [pair.cost / unit.size for pair in ahead]
+    error = [100 * pair.error for pair in ahead]
+    ax.step(cost, error, where="post", color=look.theme.muted, linewidth=1.4, linestyle=(0, (4, 2)), zorder=2)
+
+
+def _scales(ax: Axes, pairs: Sequence[Candidate]) -> None:
+    ax.margins(0.08, 0.12)
+    for axis, values in (("x", [pair.cost for pair in pairs]), ("y", [pair.error for pair in pairs])):
+        low, high = min(values), max(values)
+        if low > 0 and high / low > WIDE:
+            log_axis(ax, axis)
+        else:
+            (ax.set_xlim if axis == "x" else ax.set_ylim)(0, None)
+
+
+def _name_points(ax: Axes, look: Look, ahead: Sequence[Candidate], unit: Unit) -> None:
+    """The names on the front, each on the side where there is room."""
+    for pair in ahead:
+        place = pair.cost / unit.size, 100 * pair.error
+        right = ax.transAxes.inverted().transform(ax.transData.transform(place))[0] < 0.6
+        ax.annotate(
+            shorten(pair.name),
+            place,
+            xytext=(7 if right else -7, 7),
+            textcoords="offset points",
+            ha="left" if right else "right",
+            fontsize=FONT,
+            fontweight="bold",
+            color=look.theme.ink,
+            parse_math=False,
+            zorder=4,
+        )

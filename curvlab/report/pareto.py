@@ -1,0 +1,106 @@
+"""The Pareto front of cost against error, with ties that respect the measured spread.
+
+Two times differ when their medians differ by more than the larger of the two interquartile ranges; otherwise
+there is no difference beyond the noise. Errors are computed, not sampled: two are the same when they agree to
+one part in a thousand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pandas as pd
+
+__all__ = ["Candidate", "candidates", "front", "level_with"]
+
+SAME_ERROR = 1e-3
+ROUNDING = 1e-9  # relative errors below this are rounding, not error
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One pair of a provider and a solver that finished: what it costs and how far off it is."""
+
+    provider: str
+    solver: str
+    cost: float
+    spread: float
+    error: float
+
+    @property
+    def name(self) -> str:
+        """The pair as it is called throughout the report."""
+        return f"{self.provider} + {self.solver}"
+
+    def same_cost(self, other: Candidate) -> bool:
+        """Whether the difference of the two medians is within the larger interquartile range.
+
+        >>> a, b = (Candidate("p", "s", cost, 0.2, 0.1) for cost in (1.0, 1.1))
+        >>> a.same_cost(b)
+        True
+        """
+        return abs(self.cost - other.cost) <= max(self.spread, other.spread)
+
+    def better_error(self, other: Candidate) -> bool:
+        """Whether this error is smaller by more than the tolerance; an unknown one never is."""
+        return self.error < other.error * (1 - SAME_ERROR) - ROUNDING
+
+
+def candidates(cells: pd.DataFrame, error: str = "error_relative") -> list[Candidate]:
+    """The cells that finished and whose cost is known, with the column `error` as their error."""
+    finished = cells[(cells["status"] == "ok") & cells["total_seconds"].notna()]
+    return [
+        Candidate(
+            str(row["provider"]),
+            str(row["solver"]),
+            float(row["total_seconds"]),
+            _known(row["total_iqr"]),
+            float(row[error]) if pd.notna(row[error]) else math.nan,
+        )
+        for _, row in finished.iterrows()
+    ]
+
+
+def front(pairs: Sequence[Candidate]) -> list[Candidate]:
+    """The pairs that no other beats on both axes, cheapest first.
+
+    A pair that is cheaper only within the noise than a more accurate one is not on the front: walking from the
+    most accurate to the cheapest, each must be cheaper than the last kept by more than the noise.
+
+    >>> front([Candidate("a", "s", 1.0, 0.1, 0.5), Candidate("b", "s", 1.05, 0.1, 0.2)])
+    [Candidate(provider='b', solver='s', cost=1.05, spread=0.1, error=0.2)]
+    """
+    known = [pair for pair in pairs if not math.isnan(pair.error)]
+    kept: list[Candidate] = []
+    for pair in sorted(_undominated(known), key=lambda pair: (pair.error, pair.cost)):
+        if not kept or not pair.same_cost(kept[-1]):
+            kept.append(pair)
+    return kept[::-1]
+
+
+def level_with(pair: Candidate, pairs: Sequence[Candidate]) -> list[Candidate]:
+    """The other pairs that cost the same within the noise and have an error that is not larger."""
+    return [
+        other
+        for other in pairs
+        if other != pair and other.same_cost(pair) and not pair.better_error(other) and _comparable(pair, other)
+    ]
+
+
+def _undominated(pairs: Sequence[Candidate]) -> list[Candidate]:
+    """The front of the medians alone: by rising cost, each with a smaller error than all before it."""
+    kept: list[Candidate] = []
+    for pair in sorted(pairs, key=lambda pair: (pair.cost, pair.error)):
+        if not kept or pair.better_error(kept[-1]):
+            kept.append(pair)
+    return kept
+
+
+def _comparable(pair: Candidate, other: Candidate) -> bool:
+    return math.isnan(pair.error) == math.isnan(other.error)
+
+
+def _known(spread: float) -> float:
+    return float(spread) if pd.notna(spread) else 0.0

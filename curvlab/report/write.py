@@ -1,0 +1,44 @@
+"""Write the report of a comparison into its folder: report.html, report.md, figures/*.png."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from curvlab.exceptions import StoreError
+from curvlab.report.content import content_of
+from curvlab.report.drawing import png
+from curvlab.report.html import html_page
+from curvlab.report.markdown import markdown_page
+from curvlab.report.theme import LIGHT
+from curvlab.studies.files import write_text_atomic
+
+if TYPE_CHECKING:
+    from curvlab.studies.compare import Comparison
+
+__all__ = ["write_report"]
+
+
+def write_report(comparison: Comparison, folder: str | Path) -> Path:
+    """Render the comparison and return the path of the HTML page, which is written last."""
+    folder = Path(folder)
+    content = content_of(comparison)
+    look = content.look(LIGHT)
+    for section in content.sections:
+        for drawing in section.drawings:
+            _write_bytes(folder / "figures" / f"{drawing.name}.png", png(drawing.draw(look)))
+    write_text_atomic(folder / "report.md", markdown_page(content))
+    page = folder / "report.html"
+    write_text_atomic(page, html_page(content))
+    return page
+
+
+def _write_bytes(path: Path, data: bytes) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    except OSError as error:
+        raise StoreError(
+            f"cannot write {path}: {error.strerror}; free space or choose another folder, then render again with "
+            "`curvlab report`. The results are whole"
+        ) from error
