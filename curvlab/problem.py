@@ -10,6 +10,7 @@ held whole.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from curvlab.exceptions import ProblemError
 from curvlab.gradient import Gradient, gradient_of, mean_gradient
 from curvlab.names import criterion_named
 from curvlab.network import Network
-from curvlab.recorder import record
+from curvlab.recorder import Weightless, record
 from curvlab.recording import Recording
 from curvlab.versions import Versions
 
@@ -115,10 +116,14 @@ class Problem:
         if not self.streamed:
             yield self.recording()
             return
-        first_row = 0
+        first_row, counted = 0, False
         for batch in self.batches():
-            yield record(self.network, self.criterion, batch.inputs, batch.targets, first_row)
+            with suppress(Weightless):
+                yield record(self.network, self.criterion, batch.inputs, batch.targets, first_row)
+                counted = True
             first_row += len(batch.inputs)
+        if not counted:
+            raise Weightless
 
     def recording(self) -> Recording:
         """The recording of a single batch."""

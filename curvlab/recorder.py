@@ -6,6 +6,10 @@ called once, with its Linear layers observed. Non-finite values are caught on th
 
 from __future__ import annotations
 
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -16,7 +20,14 @@ from curvlab.layers import Layer
 from curvlab.network import Network
 from curvlab.recording import ChainRecording, GraphRecording, Recording
 
-__all__ = ["call", "record", "row_weights"]
+__all__ = ["Weightless", "call", "record", "row_weights", "uncompiled"]
+
+
+class Weightless(ProblemError):
+    """A batch of which no example counts; a stream goes on without it."""
+
+    def __init__(self) -> None:
+        super().__init__("every example has weight 0 (ignore_index or class weights): no mean exists")
 
 
 def record(
@@ -81,7 +92,7 @@ def _run_graph(
 def call(model: nn.Module, inputs: Tensor) -> Tensor:
     """The model's output with its graph; a forward that draws random numbers is refused."""
     before = torch.get_rng_state()
-    with torch.inference_mode(False), torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad(), uncompiled():
         # Autograd cannot save what was made in inference mode; a copy it can.
         logits = model(inputs.clone() if inputs.is_inference() else inputs)
     if not torch.equal(before, torch.get_rng_state()):
@@ -91,6 +102,12 @@ def call(model: nn.Module, inputs: Tensor) -> Tensor:
             f"random draw. Call model.eval() first, or take the randomness out"
         )
     return logits
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Runs modules that were compiled in place as written: compiled code calls no hooks."""
+    # While dynamo has not been imported nothing is compiled, and importing it takes seconds.
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def _check_observed(
@@ -112,14 +129,12 @@ def _check_observed(
 
 
 def row_weights(criterion: Criterion, logits: Tensor, targets: Tensor) -> Tensor:
-    """c_i for each row, not all zero."""
+    """c_i for each row; raises `Weightless` if all are zero."""
     weights = criterion.weights(logits, targets)
     if weights is None:
         return logits.new_ones(logits.shape[0])
     if device.readable(weights) and not bool(weights.sum() > 0):
-        raise ProblemError(
-            "every example of the batch has weight 0 (ignore_index or class weights): no mean exists"
-        )
+        raise Weightless
     return weights
 
 

@@ -7,6 +7,7 @@ between, Linear layers over sequences. Every product runs the model on the data 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -16,7 +17,7 @@ from torch.func import functional_call, grad, vjp
 from curvlab.linalg import OperatorBlock
 from curvlab.problem import Batch, Problem
 from curvlab.providers.live import LiveData
-from curvlab.recorder import call, row_weights
+from curvlab.recorder import Weightless, call, row_weights, uncompiled
 
 __all__ = ["GraphHessian"]
 
@@ -28,13 +29,19 @@ class GraphHessian:
         self.data = LiveData.of(problem)
         self.problem = problem
         self.layers = problem.network.selected
-        self.total_weight = torch.stack([self._checked_weight(batch) for batch in problem.batches()]).sum()
+        self.total_weight = self._total_weight()
 
-    def _checked_weight(self, batch: Batch) -> Tensor:
-        """Σ c_i of a batch whose logits and targets go together."""
-        logits = call(self.problem.model, batch.inputs).detach()
-        self.problem.criterion.check(logits, batch.targets)
-        return row_weights(self.problem.criterion, logits, batch.targets).sum()
+    def _total_weight(self) -> Tensor:
+        """Σ c_i over all batches, their logits and targets checked on the way."""
+        weights = []
+        for batch in self.problem.batches():
+            logits = call(self.problem.model, batch.inputs).detach()
+            self.problem.criterion.check(logits, batch.targets)
+            with suppress(Weightless):
+                weights.append(row_weights(self.problem.criterion, logits, batch.targets).sum())
+        if not weights:
+            raise Weightless
+        return torch.stack(weights).sum()
 
     def _loss_sum(self, batch: Batch, parameters: dict[str, Tensor]) -> Tensor:
         """Σ c_i ξ_i."""
@@ -52,7 +59,8 @@ class GraphHessian:
         parameters = {name: live[name].detach() for name in vectors}
         results = {name: torch.zeros_like(value) for name, value in parameters.items()}
         for batch in self.problem.batches():
-            pull = vjp(grad(partial(self._loss_sum, batch)), parameters)[1]
+            with uncompiled():
+                pull = vjp(grad(partial(self._loss_sum, batch)), parameters)[1]
             (values,) = pull(dict(vectors))
             for name, value in values.items():
                 results[name] += value.detach()
