@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from curvlab.network import Chain
+from curvlab.chain import Chain
 from curvlab.problem import Problem
 from curvlab.providers.hessian_recursion import chunks, layer_hessians
 from curvlab.recording import ChainRecording

@@ -1,0 +1,7 @@
+"""Conformance checks that a plugin inherits: call them from one test of your own package."""
+
+from __future__ import annotations
+
+from curvlab.testing.providers import check_provider
+
+__all__ = ["check_provider"]

@@ -1,0 +1,131 @@
+"""Small problems that between them show every structure a provider meets.
+
+Each is built anew whenever it is asked for, so that no check sees what another has done to it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from curvlab.problem import Problem
+
+__all__ = ["Case", "small_cases"]
+
+EXAMPLES, INPUTS, OUTPUTS = 5, 6, 3
+ACTIVATIONS: dict[str, type[nn.Module]] = {
+    "sigmoid": nn.Sigmoid,
+    "tanh": nn.Tanh,
+    "relu": nn.ReLU,
+    "softplus": nn.Softplus,
+}
+CRITERIA = ("cross-entropy", "robust", "mse", "tukey")
+REGRESSION = ("mse", "tukey")
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A problem in its parts: it can be built in another dtype, or with its batch split."""
+
+    label: str
+    model: nn.Module
+    criterion: Any
+    inputs: Tensor
+    targets: Tensor
+    layers: tuple[str, ...] | None = None
+
+    @classmethod
+    def of(cls, problem: Problem) -> Case:
+        """The parts of a user's own problem; a stream's batches are joined."""
+        batches = list(problem.batches())
+        inputs = torch.cat([batch.inputs for batch in batches])
+        targets = torch.cat([batch.targets for batch in batches])
+        layers = tuple(layer.name for layer in problem.network.selected)
+        return cls(repr(problem), problem.model, problem.criterion, inputs, targets, layers)
+
+    def problem(self, dtype: torch.dtype = torch.float64) -> Problem:
+        """The problem on one batch, with a model of its own."""
+        return self._problem(dtype, lambda inputs, targets: (inputs, targets))
+
+    def stream(self, dtype: torch.dtype = torch.float64) -> Problem:
+        """The same examples as a stream of uneven batches."""
+        return self._problem(dtype, lambda inputs, targets: (_uneven(inputs, targets),))
+
+    def _problem(self, dtype: torch.dtype, data: Callable[[Tensor, Tensor], tuple[Any, ...]]) -> Problem:
+        model = copy.deepcopy(self.model).to(dtype)
+        given = data(_convert(self.inputs, dtype), _convert(self.targets, dtype))
+        return Problem(model, self.criterion, *given, layers=self.layers)
+
+
+def _convert(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype, copy=True) if tensor.is_floating_point() else tensor.clone()
+
+
+def _uneven(inputs: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Batches of one, of two, and of the rest."""
+    cuts = [start for start in (0, 1, 3) if start < len(inputs)]
+    ends = [*cuts[1:], len(inputs)]
+    return [(inputs[a:b], targets[a:b]) for a, b in zip(cuts, ends, strict=True)]
+
+
+def small_cases() -> Iterator[Case]:
+    """Activations times criteria, then what else a model or a batch may have."""
+    for criterion in CRITERIA:
+        for activation, module in ACTIVATIONS.items():
+            yield _case(f"{activation} layers with {criterion}", _mlp(module), criterion)
+    weighted = nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64), ignore_index=1)
+    yield _case("class weights and ignored examples", _mlp(nn.Tanh), weighted)
+    yield _case("a frozen weight and a missing bias", _partly_frozen(), "cross-entropy")
+    yield _case("a subset of the layers", _mlp(nn.Sigmoid), "robust", ("2",))
+    yield _case("a single layer", _seeded(lambda: nn.Linear(INPUTS, OUTPUTS)), "cross-entropy")
+    yield _case("a residual connection", _seeded(Residual), "cross-entropy")
+
+
+def _case(label: str, model: nn.Module, criterion: Any, layers: tuple[str, ...] | None = None) -> Case:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(EXAMPLES, INPUTS, dtype=torch.float64, generator=generator)
+    targets = torch.arange(EXAMPLES) % OUTPUTS
+    if criterion in REGRESSION:
+        targets = torch.randn(EXAMPLES, OUTPUTS, dtype=torch.float64, generator=generator)
+    return Case(label, model, criterion, inputs, targets, layers)
+
+
+def _seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    """The model in float64, the same each time, with the caller's random state left alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return make().double()
+
+
+def _mlp(activation: type[nn.Module], bias: bool = True) -> nn.Module:
+    def make() -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(INPUTS, 3), activation(), nn.Linear(3, 4, bias), activation(), nn.Linear(4, OUTPUTS)
+        )
+
+    return _seeded(make)
+
+
+def _partly_frozen() -> nn.Module:
+    model = _mlp(nn.Sigmoid, bias=False)
+    model.get_parameter("0.weight").requires_grad_(False)
+    return model
+
+
+class Residual(nn.Module):
+    """Linear layers that are no chain: the first one's output also goes around the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(INPUTS, OUTPUTS)
+        self.last = nn.Linear(OUTPUTS, OUTPUTS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """z + last(tanh z) with z = first(x)."""
+        z = self.first(x)
+        return z + self.last(z.tanh())
