@@ -1,0 +1,98 @@
+"""Curvatures that outlive their step: kept for later steps, or averaged over them.
+
+    C̄ ← ε C̄ + (1 - ε) C      of B^t (after PosEig), of E[hhᵀ] and of E[h]
+
+A Gram factor's average is a Gram factor: the rows of both, scaled by √ε and √(1-ε). Once the rows are
+as many as the columns the dense form is smaller, and is averaged instead. A solver that reads the mean
+input factor only has E[h] averaged, not E[hhᵀ]: for it `inputs.full` is the latest batch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+from curvlab.curvature import Curvature, Definiteness, LayerCurvature
+from curvlab.exceptions import PairError, ProblemError
+from curvlab.linalg import DenseFactor, Factor, GramFactor
+from curvlab.linalg.inputs import InputFactors, InputKind
+from curvlab.providers.accumulate import ROW_BYTES
+
+__all__ = ["average", "kept"]
+
+
+def kept(curvature: Curvature, given: Iterable[Tensor] = ()) -> Curvature:
+    """`curvature` as a value of its own: nothing of it lies in the buffers of the `given` tensors.
+
+    It no longer says that the parameters have changed since: to be used later is its purpose.
+    """
+    if curvature.matrix_free or curvature.live:
+        raise PairError(
+            f"`{curvature.provider}` is matrix-free: its blocks read the model as it is, so it can be "
+            f"neither averaged (ema) nor kept for later steps (refresh_every). Use `fisher`, `gauss-newton`, `pch-1` "
+            f"or `pch-2`, or ema=0 and refresh_every=1"
+        )
+    theirs = {tensor.untyped_storage()._cdata for tensor in given}
+
+    def own(tensor: Tensor) -> Tensor:
+        # Contiguous, so that a resumed run, which reads contiguous tensors, computes the same bits.
+        shared = tensor.untyped_storage()._cdata in theirs
+        return tensor.clone(memory_format=torch.contiguous_format) if shared else tensor.contiguous()
+
+    layers = tuple(layer.map(own) for layer in curvature.layers)
+    return replace(curvature, layers=layers, versions=None)
+
+
+def average(old: Curvature, new: Curvature, decay: float, reads: InputKind = "full") -> Curvature:
+    """ε `old` + (1 - ε) `new` with ε = `decay`, for solvers that read the `reads` input factor.
+
+    >>> from curvlab.linalg import RankOneFactor
+    >>> def curvature(b):
+    ...     layer = LayerCurvature("0", None, "0.bias", DenseFactor(torch.tensor([[b]])))
+    ...     return Curvature("pch-1", "mse", (layer,), Definiteness(True, "by PosEig"))
+    >>> average(curvature(1.0), curvature(5.0), 0.75).blocks["0.bias"].to_dense().item()
+    2.0
+    """
+    pairs = zip(old.layers, new.layers, strict=True)
+    layers = tuple(_layer(before, after, decay, reads) for before, after in pairs)
+    psd = old.psd and new.psd
+    why = (new if new.psd != psd or old.psd == psd else old).definiteness.why
+    return replace(new, layers=layers, definiteness=Definiteness(psd, why), versions=None)
+
+
+def _layer(old: LayerCurvature, new: LayerCurvature, decay: float, reads: InputKind) -> LayerCurvature:
+    assert old.output is not None
+    assert new.output is not None
+    inputs = new.inputs
+    if old.inputs is not None and new.inputs is not None:
+        mean = torch.lerp(new.inputs.mean, old.inputs.mean, decay)
+        # A fresh factor either way: the solvers tell by identity whether a gradient has the same rows.
+        full = new.inputs.full.map(lambda t: t)
+        if reads == "full":
+            full = _factor(old.inputs.full, new.inputs.full, decay, new.name)
+        inputs = InputFactors(full, mean)
+    return replace(new, output=_factor(old.output, new.output, decay, new.name), inputs=inputs)
+
+
+def _factor(old: Factor, new: Factor, decay: float, layer: str) -> Factor:
+    if isinstance(old, GramFactor) and isinstance(new, GramFactor):
+        held = len(old.rows) + len(new.rows)
+        if held < new.size:
+            _check_bytes(held, new, layer)
+            roots = (old.root * sqrt(decay), new.root * sqrt(1 - decay))
+            return GramFactor(torch.cat([old.rows, new.rows]), torch.cat(roots))
+    return DenseFactor(torch.lerp(new.to_dense(), old.to_dense(), decay))
+
+
+def _check_bytes(held: int, factor: GramFactor, layer: str) -> None:
+    needed = held * factor.size * factor.rows.element_size()
+    if needed > ROW_BYTES and held > len(factor.rows):
+        raise ProblemError(
+            f"layer `{layer}`: the average of its input factor ({factor.size:,} inputs) holds {held:,} rows, "
+            f"{needed:,} bytes, above the limit of {ROW_BYTES:,}. Use ema=0, or a solver that reads the mean "
+            f"input factor only (`ea-cg`, `sm-kfi`)"
+        )

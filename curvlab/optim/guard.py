@@ -1,0 +1,85 @@
+"""The change a step makes to one parameter, and whether it would write NaN or infinity.
+
+    δ = η (μ v + s d),    |δ| ≤ η (μ max|v| + s ‖M‖ ‖H'‖)    for a step d = M H' in factors
+
+with learning rate η, momentum buffer v and clipping s. A bound far below the largest number of the
+dtype settles the question with one read back to the host; where it does not, δ is formed and looked at.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from curvlab import device
+from curvlab.exceptions import SolveError
+from curvlab.linalg import RowProduct
+from curvlab.linalg.product import add_into, form
+
+__all__ = ["Change", "check_finite"]
+
+
+@dataclass(frozen=True, eq=False)
+class Change:
+    """δ = rate · (momentum · buffer + scale · direction) of the parameter called `name`."""
+
+    name: str
+    parameter: Tensor
+    direction: Tensor | RowProduct
+    rate: float
+    scale: float = 1.0
+    buffer: Tensor | None = None
+    momentum: float = 0.0
+    decay: float = 0.0
+
+    def bound(self) -> Tensor:
+        """A scalar that no entry of δ exceeds."""
+        bound = _magnitude(self.direction) * abs(self.scale)
+        if self.buffer is not None:
+            bound = bound + self.momentum * _magnitude(self.buffer)
+        return bound * abs(self.rate)
+
+    def form(self) -> Tensor:
+        """δ itself."""
+        step = form(self.direction) * self.scale
+        if self.buffer is not None:
+            step = step.add(self.buffer, alpha=self.momentum)
+        return step * self.rate
+
+    def apply(self) -> None:
+        """θ ← (1 - rate · decay) θ + δ, in place; with no buffer no δ is formed."""
+        if self.decay:
+            self.parameter.mul_(1 - self.rate * self.decay)
+        if self.buffer is None:
+            add_into(self.parameter, self.direction, self.rate * self.scale)
+            return
+        add_into(self.buffer.mul_(self.momentum), self.direction, self.scale)
+        self.parameter.add_(self.buffer, alpha=self.rate)
+
+
+def _magnitude(value: Tensor | RowProduct) -> Tensor:
+    """An upper bound of the largest entry, with no matrix formed: ‖M‖ √tr K for M H'."""
+    if isinstance(value, RowProduct):
+        return torch.linalg.matrix_norm(value.coefficients) * value.gram.trace().clamp(min=0).sqrt()
+    return torch.linalg.vector_norm(value, float("inf"))
+
+
+def check_finite(changes: list[Change]) -> None:
+    """Raise `SolveError`, naming the layer, if any change would write NaN or infinity."""
+    bounds = torch.stack([change.bound() for change in changes])
+    if not device.readable(bounds):
+        return
+    limit = torch.finfo(bounds.dtype).max / 4
+    for change, bound in zip(changes, bounds.tolist(), strict=True):
+        if not bound <= limit and not _finite(change):
+            layer = change.name.rpartition(".")[0]
+            raise SolveError(
+                f"layer `{layer}`: the step would write NaN or infinity into `{change.name}`; nothing was "
+                f"changed. Increase alpha, lower lr, or set max_grad_norm"
+            )
+
+
+def _finite(change: Change) -> bool:
+    return bool(torch.isfinite(change.parameter + change.form()).all())

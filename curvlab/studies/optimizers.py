@@ -1,0 +1,213 @@
+"""Optimizers by name: `second-order[provider=…,solver=…]` and the baselines `sgd`, `adam`, `lbfgs`.
+
+A baseline is torch's own. Its gradient is backpropagated from the criterion's closed form,
+Σ c_i ∇ξ(h^k_i) / Σ c_i, which is what the second-order step uses too.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from curvlab.criteria import Criterion
+from curvlab.optim import LevenbergMarquardt, SecondOrder
+from curvlab.providers.registry import providers
+from curvlab.recorder import row_weights
+from curvlab.registry import Registry
+from curvlab.solvers.registry import solvers
+
+__all__ = [
+    "LBFGS",
+    "SGD",
+    "Adam",
+    "GradientSteps",
+    "OptimizerSpec",
+    "SecondOrderSpec",
+    "Stepper",
+    "optimizers",
+]
+
+
+class Stepper(Protocol):
+    """What training needs of an optimizer."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups, each with its `lr`."""
+
+    def step(self, inputs: Any, targets: Tensor) -> Tensor:
+        """One step on a batch; returns the loss before it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resumed run needs."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a state."""
+
+
+class GradientSteps:
+    """A torch optimizer that reads `p.grad`, stepping on batches."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module, criterion: Criterion) -> None:
+        self.optimizer, self.model, self.criterion = optimizer, model, criterion
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups."""
+        return self.optimizer.param_groups
+
+    def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """One step of the optimizer, which may ask for the loss several times; returns the first."""
+        losses: list[Tensor] = []
+
+        def closure() -> Tensor:
+            self.optimizer.zero_grad()
+            losses.append(self._backpropagate(inputs, targets))
+            return losses[-1]
+
+        self.optimizer.step(closure)  # type: ignore[arg-type]
+        return losses[0]
+
+    def _backpropagate(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        with torch.enable_grad():
+            logits = self.model(inputs)
+        values = logits.detach()
+        weights = row_weights(self.criterion, values, targets)
+        share = weights / weights.sum()
+        logits.backward(self.criterion.gradients(values, targets) * share[:, None])
+        return share @ self.criterion.losses(values, targets)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's own."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a state."""
+        self.optimizer.load_state_dict(state_dict)
+
+
+@dataclass(frozen=True)
+class OptimizerSpec(ABC):
+    """An optimizer's configuration."""
+
+    @abstractmethod
+    def build(self, model: nn.Module, criterion: Criterion) -> Stepper:
+        """The optimizer for a model."""
+
+    def labels(self, name: str) -> dict[str, str]:
+        """How result rows name it: `optimizer`, `provider` and `solver`."""
+        return {"optimizer": name, "provider": "", "solver": ""}
+
+    def resolve(self) -> OptimizerSpec:
+        """The same with every name in it in its canonical form."""
+        return self
+
+
+@dataclass(frozen=True)
+class SecondOrderSpec(OptimizerSpec):
+    """Any provider with any solver; see `curvlab.optim.SecondOrder`.
+
+    `adapt_every` is 0, or after how many steps Levenberg-Marquardt adapts alpha.
+    """
+
+    provider: str = "pch-1"
+    solver: str = "ea-cg"
+    lr: float = 0.1
+    alpha: float = 0.05
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    max_grad_norm: float | None = None
+    ema: float = 0.0
+    refresh_every: int = 1
+    adapt_every: int = 0
+
+    def build(self, model: nn.Module, criterion: Criterion) -> Stepper:
+        return SecondOrder(
+            model,
+            criterion,
+            self.provider,
+            self.solver,
+            self.lr,
+            self.alpha,
+            momentum=self.momentum,
+            weight_decay=self.weight_decay,
+            max_grad_norm=self.max_grad_norm,
+            ema=self.ema,
+            refresh_every=self.refresh_every,
+            adapt=LevenbergMarquardt(every=self.adapt_every) if self.adapt_every else False,
+        )
+
+    def labels(self, name: str) -> dict[str, str]:
+        label = f"{self.provider} + {self.solver}"
+        return {"optimizer": label, "provider": self.provider, "solver": self.solver}
+
+    def resolve(self) -> OptimizerSpec:
+        provider, solver = providers.canonical(self.provider), solvers.canonical(self.solver)
+        return replace(self, provider=provider, solver=solver)
+
+
+@dataclass(frozen=True)
+class SGD(OptimizerSpec):
+    """torch.optim.SGD with momentum: the paper's baseline."""
+
+    lr: float = 0.1
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    nesterov: bool = False
+
+    def build(self, model: nn.Module, criterion: Criterion) -> Stepper:
+        made = torch.optim.SGD(
+            model.parameters(),
+            self.lr,
+            self.momentum,
+            weight_decay=self.weight_decay,
+            nesterov=self.nesterov,
+        )
+        return GradientSteps(made, model, criterion)
+
+
+@dataclass(frozen=True)
+class Adam(OptimizerSpec):
+    """torch.optim.Adam; its weight decay is decoupled (AdamW)."""
+
+    lr: float = 0.001
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+    def build(self, model: nn.Module, criterion: Criterion) -> Stepper:
+        betas = (self.beta1, self.beta2)
+        made = torch.optim.AdamW(model.parameters(), self.lr, betas, self.eps, weight_decay=self.weight_decay)
+        return GradientSteps(made, model, criterion)
+
+
+@dataclass(frozen=True)
+class LBFGS(OptimizerSpec):
+    """torch.optim.LBFGS: `max_iter` iterations on every batch, with a strong-Wolfe line search."""
+
+    lr: float = 1.0
+    max_iter: int = 5
+    history_size: int = 10
+    line_search: bool = True
+
+    def build(self, model: nn.Module, criterion: Criterion) -> Stepper:
+        made = torch.optim.LBFGS(
+            model.parameters(),
+            self.lr,
+            self.max_iter,
+            history_size=self.history_size,
+            line_search_fn="strong_wolfe" if self.line_search else None,
+        )
+        return GradientSteps(made, model, criterion)
+
+
+optimizers: Registry[OptimizerSpec] = Registry("optimizer")
+optimizers.register("second-order", SecondOrderSpec, "any provider with any solver")
+optimizers.register("sgd", SGD, "torch's SGD, momentum 0.9")
+optimizers.register("adam", Adam, "torch's Adam")
+optimizers.register("lbfgs", LBFGS, "torch's L-BFGS, a few iterations a batch")

@@ -1,0 +1,123 @@
+"""`train`: carry out a training plan, and give one row an epoch.
+
+Without a folder nothing is read or written. With one, the run is checkpointed and resumed: killed at any
+moment and started again, it ends with the parameters of an uninterrupted run, to the bit on the CPU.
+
+Columns. `epoch` 0 is before training. `seconds` is time spent in steps and in fetching their batches,
+without evaluation and checkpoints. `train_loss` and `train_accuracy` are over (at most
+`evaluate_examples` of) the training set after the epoch, `step_loss` the mean of the losses the steps
+saw. `peak_bytes` counts parameters, optimizer state, the batch and all that the last step of the epoch
+allocated; that step counts with the mean time of the others, because counting slows it down.
+`cg_iterations` is the mean over all steps and blocks, `blocks_…` the share of blocks that ended in each
+status, at the last step of the epoch. `status` is `ok`, `diverged` (a loss that is not finite, or a step
+that was refused) or `failed` (the solver refused the curvature), with the reason in `message`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from math import nan
+from pathlib import Path
+from time import monotonic
+
+import pandas as pd
+import torch
+
+from curvlab.studies.train_plan import TrainPlan
+from curvlab.studies.train_folder import TrainFolder, frame_of
+from curvlab.studies.train_run import TrainRun
+
+__all__ = ["Progress", "TrainPlan", "train"]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run is, for a progress bar."""
+
+    epoch: int
+    epochs: int
+    step: int
+    steps: int
+    loss: float
+    accuracy: float
+    step_seconds: float
+    epoch_closed: bool
+
+    @classmethod
+    def of(cls, run: TrainRun) -> Progress:
+        """The present place of `run`."""
+        last = run.rows[-1] if run.rows else {}
+        mean = run.seconds / run.steps if run.steps else nan
+        return cls(
+            run.epoch,
+            run.plan.epochs,
+            run.tally.steps,
+            run.batches_per_epoch,
+            run.last_loss,
+            last.get("test_accuracy", nan),
+            mean,
+            run.between_epochs,
+        )
+
+
+def train(
+    plan: TrainPlan,
+    folder: str | Path | None = None,
+    *,
+    fresh: bool = False,
+    on_progress: Callable[[Progress], None] | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+    checkpoint_seconds: float = 60.0,
+    checkpoint_steps: int | None = None,
+) -> pd.DataFrame:
+    """Train as `plan` says and return one row an epoch, the first of them before training.
+
+    Args:
+        plan: what to train and how.
+        folder: where to checkpoint and resume; None keeps everything in memory.
+        fresh: begin anew in `folder`.
+        on_progress: called after every step.
+        should_stop: asked after every step; a run that stops is checkpointed and can be resumed.
+        checkpoint_seconds: checkpoint after this many seconds, and after every epoch.
+        checkpoint_steps: checkpoint after this many steps too.
+
+    >>> from curvlab.studies.setup import Setup
+    >>> frame = train(TrainPlan(Setup(data="digits[train=200]", batch=100), epochs=1))
+    >>> frame[["optimizer", "epoch", "status"]].values.tolist()
+    [['pch-1 + ea-cg', 0, 'ok'], ['pch-1 + ea-cg', 1, 'ok']]
+    """
+    outputs = None if folder is None else TrainFolder(folder, plan, fresh)
+    with nullcontext() if outputs is None else outputs.lock(), torch.random.fork_rng():
+        torch.manual_seed(plan.setup.seed)
+        run = TrainRun(plan)
+        if outputs is not None:
+            outputs.restore(run)
+        run.begin()
+        _carry_out(run, outputs, on_progress, should_stop, checkpoint_seconds, checkpoint_steps)
+        if outputs is not None:
+            outputs.draw(run)
+    return frame_of([row for row in run.rows if row["epoch"] <= plan.epochs])
+
+
+def _carry_out(
+    run: TrainRun,
+    outputs: TrainFolder | None,
+    on_progress: Callable[[Progress], None] | None,
+    should_stop: Callable[[], bool],
+    checkpoint_seconds: float,
+    checkpoint_steps: int | None,
+) -> None:
+    saved = monotonic()
+    while not run.finished and not should_stop():
+        run.advance()
+        due = monotonic() - saved >= checkpoint_seconds
+        due = due or (checkpoint_steps is not None and run.steps % checkpoint_steps == 0)
+        if outputs is not None and (run.between_epochs or due):
+            outputs.save(run)
+            saved = monotonic()
+        if on_progress is not None:
+            on_progress(Progress.of(run))
+    if outputs is not None:
+        outputs.save(run)

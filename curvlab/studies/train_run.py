@@ -1,0 +1,260 @@
+"""A training run in progress: one step at a time, an epoch's row at its end, its whole state as a tree.
+
+The order of the examples, the first weights and the schedule depend on the plan alone, so that the tree
+is all a run needs to go on, to the bit on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import isfinite, nan
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _LinAlgError as LinAlgError
+from torch.utils._pytree import tree_leaves
+
+from curvlab import device as devices
+from curvlab.exceptions import PairError, ProblemError, SolveError
+from curvlab.measure.memory import peak_bytes
+from curvlab.optim import SecondOrder
+from curvlab.solvers import Solution, Status
+from curvlab.studies.evaluate import Score, evaluate
+from curvlab.studies.train_plan import TrainPlan
+
+__all__ = ["TrainRun"]
+
+Row = dict[str, Any]
+OK, DIVERGED, FAILED = "ok", "diverged", "failed"
+
+
+@dataclass
+class Tally:
+    """What an epoch has added up so far."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    loss: float = 0.0
+    iterations: float = 0.0
+    solves: int = 0
+    peak_bytes: float = nan
+    statuses: dict[str, float] = field(default_factory=dict)
+
+    def count(self, solution: Solution) -> None:
+        """Add the iterations of a step's blocks."""
+        self.iterations += sum(block.iterations for block in solution.blocks.values()) / len(solution.blocks)
+        self.solves += 1
+
+    def sample(self, solution: Solution) -> None:
+        """The share of blocks that ended in each status, which takes their true residuals."""
+        ended = Counter(block.status.slug for block in solution.blocks.values())
+        self.statuses = {status.slug: ended[status.slug] / len(solution.blocks) for status in Status}
+
+
+class TrainRun:
+    """A plan being carried out."""
+
+    def __init__(self, plan: TrainPlan) -> None:
+        self.plan = plan.resolve()
+        setup = self.plan.setup
+        self.device = devices.resolve(setup.device)
+        self.data = setup.load_data().to(self.device, setup.torch_dtype)
+        # One function for all optimizers: layers that are random in training mode stay quiet.
+        self.model = setup.build_model().eval()
+        self.criterion = setup.build_criterion()
+        self.stepper = self.plan.spec.build(self.model, self.criterion)
+        self.rates = [float(group["lr"]) for group in self.stepper.param_groups]
+        self.evaluated = self._evaluated()
+        self.epoch = self.steps = 0
+        self.seconds = 0.0
+        self.last_loss = nan
+        self.tally = Tally()
+        self.status = OK
+        self.rows: list[Row] = []
+        self._batches: Iterator[tuple[Tensor, Tensor]] | None = None
+
+    def _evaluated(self) -> Any:
+        train = self.data.train
+        limit = self.plan.evaluate_examples
+        return train if len(train) <= limit else train.subset(limit, self.plan.setup.seed)
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Steps in one epoch."""
+        return len(self.data.batches(self.plan.setup.batch))
+
+    @property
+    def finished(self) -> bool:
+        """Whether all epochs are done, or the run has ended before."""
+        return self.status != OK or self.epoch >= self.plan.epochs
+
+    @property
+    def between_epochs(self) -> bool:
+        """Whether no epoch is under way."""
+        return self.tally.steps == 0
+
+    def begin(self) -> None:
+        """Record the scores before training, once."""
+        if not self.rows:
+            self._close(self._score())
+
+    def advance(self) -> None:
+        """One step, and after the last of an epoch its row."""
+        started = perf_counter()
+        inputs, targets = self._next_batch()
+        self._set_rates()
+        last = self.tally.steps + 1 == self.batches_per_epoch
+        try:
+            loss = self._measured_step(inputs, targets) if last else self._step(inputs, targets)
+        except (SolveError, LinAlgError) as error:
+            return self._end(DIVERGED, str(error))
+        except PairError as error:
+            if not self.steps:
+                raise
+            return self._end(FAILED, str(error))
+        except ProblemError as error:
+            if not self.steps or self._outputs_finite(inputs):
+                raise
+            return self._end(DIVERGED, str(error))
+        self._count(loss, perf_counter() - started, last)
+        if not isfinite(loss):
+            return self._end(DIVERGED, f"the loss is {loss}")
+        if last:
+            self._close_epoch()
+        return None
+
+    def _next_batch(self) -> tuple[Tensor, Tensor]:
+        if self._batches is None:
+            setup = self.plan.setup
+            start = self.tally.steps
+            self._batches = iter(self.data.batches(setup.batch, setup.seed, self.epoch, start=start))
+        return next(self._batches)
+
+    def _set_rates(self) -> None:
+        progress = self.epoch + self.tally.steps / self.batches_per_epoch
+        factor = self.plan.schedule_value.factor(progress, self.plan.epochs)
+        for group, rate in zip(self.stepper.param_groups, self.rates, strict=True):
+            group["lr"] = rate * factor
+
+    def _step(self, inputs: Tensor, targets: Tensor) -> float:
+        if isinstance(self.stepper, SecondOrder):
+            self.stepper.on_solution = self.tally.count
+        return float(self.stepper.step(inputs, targets))
+
+    def _measured_step(self, inputs: Tensor, targets: Tensor) -> float:
+        """The last step of an epoch: its peak memory is counted and its blocks' statuses are read."""
+        solutions: list[Solution] = []
+        losses: list[float] = []
+        if isinstance(self.stepper, SecondOrder):
+            self.stepper.on_solution = solutions.append
+        held = [*self.model.parameters(), *_tensors(self.stepper.state_dict()), inputs, targets]
+        held += [p.grad for p in self.model.parameters() if p.grad is not None]
+        work = lambda: losses.append(float(self.stepper.step(inputs, targets)))  # noqa: E731
+        self.tally.peak_bytes = peak_bytes(work, device=self.device, baseline=held)
+        for solution in solutions:
+            self.tally.count(solution)
+            self.tally.sample(solution)
+        return losses[0]
+
+    def _count(self, loss: float, seconds: float, measured: bool) -> None:
+        """Add a step; one that was measured is slow for that alone, so the mean of the others counts."""
+        tally = self.tally
+        if measured and tally.steps:
+            seconds = tally.seconds / tally.steps
+        tally.steps += 1
+        tally.loss += loss
+        tally.seconds += seconds
+        self.seconds += seconds
+        self.steps += 1
+        self.last_loss = loss
+
+    def _outputs_finite(self, inputs: Tensor) -> bool:
+        with torch.no_grad():
+            return bool(torch.isfinite(self.model(inputs)).all())
+
+    def _score(self) -> dict[str, float]:
+        train = evaluate(self.model, self.criterion, self.evaluated)
+        test = evaluate(self.model, self.criterion, self.data.test)
+        return _scores(train, test)
+
+    def _close_epoch(self) -> None:
+        self.epoch += 1
+        scores = self._score()
+        if not isfinite(scores["train_loss"]) or not isfinite(scores["test_loss"]):
+            self.epoch -= 1
+            return self._end(DIVERGED, "the loss after the epoch is not finite")
+        return self._close(scores)
+
+    def _end(self, status: str, message: str) -> None:
+        self.status = status
+        self.epoch += 1
+        self._close(_scores(Score(nan, nan), Score(nan, nan)), message)
+
+    def _close(self, scores: dict[str, float], message: str = "") -> None:
+        tally = self.tally
+        self.rows.append(
+            {
+                "kind": "epoch",
+                "key": self.plan.row_key(self.epoch),
+                **self.plan.labels(),
+                "epoch": self.epoch,
+                "steps": self.steps,
+                "seconds": self.seconds,
+                "step_seconds": tally.seconds / tally.steps if tally.steps else nan,
+                "step_loss": tally.loss / tally.steps if tally.steps else nan,
+                **scores,
+                "peak_bytes": tally.peak_bytes,
+                "cg_iterations": tally.iterations / tally.solves if tally.solves else nan,
+                **{f"blocks_{s.slug.replace('-', '_')}": tally.statuses.get(s.slug, nan) for s in Status},
+                "status": self.status,
+                "message": message,
+            }
+        )
+        self.tally, self._batches = Tally(), None
+
+    def state(self) -> dict[str, Any]:
+        """All that the run needs to go on."""
+        return {
+            "model": dict(self.model.state_dict()),
+            "optimizer": self.stepper.state_dict(),
+            "random": {"cpu": torch.get_rng_state(), "device": _device_random(self.device)},
+            "epoch": self.epoch,
+            "steps": self.steps,
+            "seconds": self.seconds,
+            "last_loss": self.last_loss,
+            "status": self.status,
+            "tally": dict(vars(self.tally)),
+            "rows": self.rows,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` returned."""
+        self.model.load_state_dict(state["model"])
+        self.stepper.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["random"]["cpu"])
+        if state["random"]["device"] is not None:
+            torch.get_device_module(self.device).set_rng_state(state["random"]["device"])
+        self.epoch, self.steps, self.seconds = state["epoch"], state["steps"], state["seconds"]
+        self.last_loss, self.status = state["last_loss"], state["status"]
+        self.tally, self.rows = Tally(**state["tally"]), list(state["rows"])
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _scores(train: Score, test: Score) -> dict[str, float]:
+    return {
+        "train_loss": train.loss,
+        "train_accuracy": train.accuracy,
+        "test_loss": test.loss,
+        "test_accuracy": test.accuracy,
+    }
+
+
+def _device_random(device: torch.device) -> Tensor | None:
+    return None if device.type == "cpu" else torch.get_device_module(device).get_rng_state()
