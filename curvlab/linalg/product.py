@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from curvlab.linalg.factors import GramFactor
+from curvlab.linalg.symmetric import COLUMN_CHUNK
 
 __all__ = ["RowProduct", "add_into", "form"]
 
@@ -42,6 +43,16 @@ class RowProduct:
     def form(self) -> Tensor:
         """X itself."""
         return self.left @ self.gram.rows
+
+    def square_norm(self) -> Tensor:
+        """‖X‖², a chunk of columns at a time.
+
+        tr(M K Mᵀ) would be cheaper, but loses half of the digits where M is large in the null space
+        of K: it sees the difference of what cancels, not what is left.
+        """
+        left = self.left
+        chunks = self.gram.rows.split(COLUMN_CHUNK, dim=1)
+        return torch.stack([(left @ chunk).square().sum() for chunk in chunks]).sum()
 
     def dot(self, other: RowProduct) -> Tensor:
         """⟨X, Y⟩ for two matrices over the same rows."""

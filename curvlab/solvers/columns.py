@@ -5,8 +5,8 @@
 
     operator  [ X  b ] ↦ s B [ X Ã  b ] + τ [ X  b ],   u ↦ τ u
 
-The input factor annihilates G⊥, so D⊥ = c G⊥ with one unknown c. A side whose metric is K carries each
-vector with its image under K, so that no inner product needs a product of its own.
+The input factor annihilates G⊥, so D⊥ = c G⊥ with one unknown c. The coordinates are orthonormal, so the
+inner products are sums over columns.
 """
 
 from __future__ import annotations
@@ -34,25 +34,21 @@ class Columns:
     weight: Coordinates | None
     bias: Tensor | None
 
-    @property
+    @cached_property
     def rank(self) -> int:
         """Number of columns of X."""
         return 0 if self.weight is None else self.weight.x.shape[1]
 
-    @property
-    def has_perp(self) -> bool:
-        """Whether there is a row u."""
-        return self.weight is not None and self.weight.perp_norm is not None
-
     @cached_property
-    def _diagonal(self) -> Tensor:
-        """Of a single coordinate: what the columns of P are multiplied by."""
-        assert self.side is not None
-        entry = self.side.matrix[0]
-        return entry if self.bias is None else torch.cat([entry, torch.ones_like(entry)])
+    def _diagonal(self) -> Tensor | None:
+        """What the columns of P are multiplied by, where Ã is diagonal."""
+        if self.side is None or self.side.diagonal is None:
+            return None
+        entries = self.side.diagonal
+        return entries if self.bias is None else torch.cat([entries, torch.ones_like(entries[:1])])
 
     def right_hand_side(self) -> Tensor:
-        """-G and -g in columns, lifted to the metric."""
+        """-G and -g in columns."""
         columns = [] if self.weight is None else [-self.weight.x]
         if self.bias is not None:
             columns.append(-self.bias[:, None])
@@ -61,34 +57,27 @@ class Columns:
             u = torch.zeros_like(p[:1])
             u[0, 0] = -self.weight.perp_norm
             p = torch.cat([p, u])
-        return self.lift(p)
+        return p
 
-    def lift(self, p: Tensor) -> Tensor:
-        """(P, P K̂) where the side has a metric K, (P,) where it is orthonormal."""
-        metric = None if self.side is None else self.side.metric
-        if metric is None:
-            return p[None]
-        r = self.rank
-        return torch.stack([p, torch.cat([p[:, :r] @ metric, p[:, r:]], dim=1)])
-
-    def times_input(self, vector: Tensor) -> Tensor:
-        """[ X Ã  b ]: with a metric, the image that the vector carries already."""
-        top, r = vector[-1][: self.output.size], self.rank
-        if len(vector) == 2 or self.side is None:
+    def times_input(self, top: Tensor) -> Tensor:
+        """[ X Ã  b ]."""
+        if self.side is None:
             return top
-        if r == 1:
+        if self._diagonal is not None:
             return top * self._diagonal
+        r = self.rank
         return torch.cat([top[:, :r] @ self.side.matrix, top[:, r:]], dim=1)
 
-    def operator(self, vector: Tensor) -> Tensor:
+    def operator(self, p: Tensor) -> Tensor:
         """The damped operator on all columns."""
-        image = vector[0] * self.damping.shift
-        image[: self.output.size].add_(self.output.matmul(self.times_input(vector)), alpha=self.damping.scale)
-        return self.lift(image)
+        n = self.output.size
+        image = p * self.damping.shift
+        image[:n].add_(self.output.matmul(self.times_input(p[:n])), alpha=self.damping.scale)
+        return image
 
     def dot(self, x: Tensor, y: Tensor) -> Tensor:
         """⟨x, y⟩ of the weight's system, then of the bias's."""
-        sums = (x[0] * y[-1]).sum(0)
+        sums = (x * y).sum(0)
         if self.rank <= 1:
             return sums
         weight = sums[: self.rank].sum(0, keepdim=True)
@@ -100,9 +89,9 @@ class Columns:
             return scalars
         return torch.cat([scalars[:1].expand(self.rank), scalars[1:]])
 
-    def split(self, vector: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def split(self, p: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """X, c and b from a vector of columns."""
-        p, n, r = vector[0], self.output.size, self.rank
+        n, r = self.output.size, self.rank
         bias = p[:n, -1] if self.bias is not None else None
         if self.weight is None:
             return None, None, bias

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import torch
-from torch import Tensor
 
 from curvlab import device
 from curvlab.curvature import LayerCurvature
@@ -71,8 +70,10 @@ class CG(Solver):
         assert layer.output is not None
         side = None
         if gradient.weight is not None:
-            side = side_for(layer, gradient.weight, self.input_factor, self.route, passes=self.max_iter)
-        columns = 2 if self.input_factor == "mean" or side is None else side.matrix.shape[0]
+            side = side_for(
+                layer, gradient.weight, self.input_factor, self.route, self.max_iter, orthonormal=True
+            )
+        columns = 1 if side is None else side.size + 1
         output = _cheapest(layer.output, self.max_iter * columns)
         return _State(layer, output, damping, side)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from curvlab import device
 from curvlab.curvature import LayerCurvature
 from curvlab.gradient import RowGradient
 from curvlab.linalg import GramFactor, RowProduct
@@ -31,6 +32,9 @@ __all__ = [
     "relative",
     "weight_residual",
 ]
+
+
+SIGNIFICANT = 1e3  # times its rounding: the least square norm that counts as accurate
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +73,14 @@ class _Sample:
     def dot(self, x: Tensor, y: Tensor) -> Tensor:
         return (x * (y @ self.gram.gram)).sum()
 
+    def square_norm(self, x: Tensor) -> Tensor:
+        """‖XH'‖² by the Gram matrix, or by the product itself where rounding could be a part of it."""
+        square = self.dot(x, x)
+        rounding = torch.finfo(x.dtype).eps * x.square().sum() * self.gram.gram.trace()
+        if not device.readable(square) or bool(square > SIGNIFICANT * rounding):
+            return square
+        return RowProduct(x, self.gram).square_norm()
+
 
 class _Formed:
     """Matrices as they are."""
@@ -82,6 +94,9 @@ class _Formed:
 
     def dot(self, x: Tensor, y: Tensor) -> Tensor:
         return (x * y).sum()
+
+    def square_norm(self, x: Tensor) -> Tensor:
+        return x.square().sum()
 
 
 def _common(
@@ -114,7 +129,7 @@ def weight_residual(
     else:
         right = right + system.gamma * d
         r = output.matmul(right) + system.beta * right + g
-    return relative(space.dot(r, r), space.dot(g, g))
+    return relative(space.square_norm(r), space.square_norm(g))
 
 
 def bias_residual(system: System, layer: LayerCurvature, direction: Tensor, gradient: Tensor) -> Tensor:

@@ -21,7 +21,15 @@ from curvlab.exceptions import PairError
 from curvlab.gradient import RowGradient
 from curvlab.linalg import DenseFactor, GramFactor
 from curvlab.linalg.inputs import InputKind
-from curvlab.solvers.sides import DenseSide, InputSide, MeanSide, RowSide, SampleSide, WeightGradient
+from curvlab.solvers.sides import (
+    DenseSide,
+    EigenSide,
+    InputSide,
+    MeanSide,
+    RowSide,
+    SampleSide,
+    WeightGradient,
+)
 
 __all__ = ["Route", "costs", "mean_costs", "side_for"]
 
@@ -64,9 +72,17 @@ def mean_costs(m: int, n: int, o: int, element_size: int) -> dict[str, float]:
 
 
 def side_for(
-    layer: LayerCurvature, gradient: WeightGradient, kind: InputKind, route: Route, passes: float
+    layer: LayerCurvature,
+    gradient: WeightGradient,
+    kind: InputKind,
+    route: Route,
+    passes: float,
+    orthonormal: bool = False,
 ) -> InputSide:
-    """The side of `layer` to solve on, by the cost model or as `route` forces it."""
+    """The side of `layer` to solve on, by the cost model or as `route` forces it.
+
+    `orthonormal` is for solvers that take inner products of coordinates.
+    """
     inputs = layer.inputs
     assert inputs is not None
     own = isinstance(gradient, RowGradient) and gradient.inputs is inputs.full
@@ -78,7 +94,9 @@ def side_for(
     assert isinstance(inputs.full, GramFactor | DenseFactor)
     if chosen == "dense" or isinstance(inputs.full, DenseFactor):
         return DenseSide(inputs.full)
-    return SampleSide(inputs.full) if chosen == "sample" else RowSide(inputs.full)
+    if chosen == "row":
+        return RowSide(inputs.full)
+    return EigenSide(inputs.full) if orthonormal else SampleSide(inputs.full)
 
 
 def _choose(

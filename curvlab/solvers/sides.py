@@ -4,11 +4,15 @@ A solver's direction is D = X Z + L G⊥, where the rows of Z span what the inpu
 part of the gradient outside it, and L acts on G⊥ from the left (a scalar in CG, a matrix in the
 factored inverse). The solver computes with X alone; the right action of A on X is a small matrix.
 
-    side      Z                       X             A acts as       metric   G⊥
-    sample    H' = diag(√c) H         n_t × m       K = H'H'ᵀ       K        0
-    row       Qᵀ from QR of H'ᵀ       n_t × m       R Rᵀ            I        G - (GQ)Qᵀ
-    dense     I                       n_t × n_{t-1} A               I        0
-    mean      qᵀ = E[h]ᵀ/‖E[h]‖       n_t × 1       ‖E[h]‖²         I        G - (Gq)qᵀ
+    side      Z                       X             A acts as       G⊥
+    sample    H' = diag(√c) H         n_t × m       K = H'H'ᵀ       0
+    eigen     Λ^-½ Vᵀ H', K = VΛVᵀ    n_t × m       Λ               where Λ is rounding
+    row       Qᵀ from QR of H'ᵀ       n_t × m       R Rᵀ            G - (GQ)Qᵀ
+    dense     I                       n_t × n_{t-1} A               0
+    mean      qᵀ = E[h]ᵀ/‖E[h]‖       n_t × 1       ‖E[h]‖²         G - (Gq)qᵀ
+
+All but the first are orthonormal: inner products are those of X, and nothing cancels in them. The first
+is for solvers that take none; the second keeps the same route, `sample`, for those that do.
 
 The mean side takes a gradient in factors (then G⊥ stays in the sample space too) or a formed one.
 """
@@ -29,7 +33,7 @@ from curvlab.linalg.factors import DenseFactor
 from curvlab.linalg.inputs import InputFactors
 from curvlab.linalg.inverse import cholesky_shifted
 
-__all__ = ["Coordinates", "DenseSide", "InputSide", "MeanSide", "RowSide", "SampleSide"]
+__all__ = ["Coordinates", "DenseSide", "EigenSide", "InputSide", "MeanSide", "RowSide", "SampleSide"]
 
 Left = Callable[[Tensor], Tensor]
 SPLIT_ELEMENTS = 1 << 18
@@ -38,17 +42,26 @@ WeightGradient = Tensor | RowGradient
 
 @dataclass(frozen=True, eq=False)
 class Coordinates:
-    """A weight gradient as a side sees it: X_G (n_t × r), ‖G⊥‖ (None: zero), and what forms G⊥."""
+    """A weight gradient as a side sees it: X_G (n_t × r), ‖G⊥‖ (None: zero), and what forms G⊥.
+
+    `rows` is set where X_G is the transpose of these rows, scaled by the roots of their weights.
+    """
 
     x: Tensor
-    perp_norm: Tensor | None
-    whole: Tensor | RowProduct | None
+    perp_norm: Tensor | None = None
+    whole: Tensor | RowProduct | None = None
+    rows: GramFactor | None = None
 
 
 class InputSide(ABC):
     """One choice of coordinates for the input side of a layer."""
 
     route: str
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """Number of coordinates: columns of X."""
 
     @property
     @abstractmethod
@@ -61,8 +74,8 @@ class InputSide(ABC):
         """The small symmetric matrix by which A acts on X from the right."""
 
     @property
-    def metric(self) -> Tensor | None:
-        """The metric of the coordinates; None is the identity."""
+    def diagonal(self) -> Tensor | None:
+        """The diagonal of `matrix` where it has nothing else."""
         return None
 
     @abstractmethod
@@ -91,6 +104,10 @@ class SampleSide(InputSide):
         self.gram = gram
 
     @property
+    def size(self) -> int:
+        return self.gram.rows.shape[0]
+
+    @property
     def trace(self) -> Tensor:
         return self.gram.gram.trace()
 
@@ -98,17 +115,69 @@ class SampleSide(InputSide):
     def matrix(self) -> Tensor:
         return self.gram.gram
 
-    @property
-    def metric(self) -> Tensor:
-        return self.gram.gram
-
     def coordinates(self, gradient: WeightGradient) -> Coordinates:
         assert isinstance(gradient, RowGradient)
-        x = (gradient.gradients.rows * gradient.gradients.root[:, None]).T
-        return Coordinates(x, None, None)
+        return Coordinates(gradient.gradients.scaled_rows().T, rows=gradient.gradients)
 
     def assemble(self, gradient: Coordinates, x: Tensor, left: Left) -> RowProduct:
         return RowProduct(x, self.gram)
+
+    def remember(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
+        return self.gram.remember(key, make)
+
+
+class EigenSide(InputSide):
+    """D = X Λ^-½ Vᵀ H' + L G⊥, with K = V Λ Vᵀ: the sample side in orthonormal coordinates.
+
+    An eigenvalue within rounding of zero says nothing of its direction. What the gradient has there, of no
+    size to speak of, is G⊥: kept in coefficients, where it is exact.
+    """
+
+    route = "sample"
+
+    def __init__(self, gram: GramFactor) -> None:
+        self.gram = gram
+
+    @cached_property
+    def _eigen(self) -> tuple[Tensor, Tensor]:
+        return self.gram.remember((self.route, "eigh"), lambda: tuple(torch.linalg.eigh(self.gram.gram)))
+
+    @cached_property
+    def _kept(self) -> Tensor:
+        values = self._eigen[0]
+        return values > len(values) * torch.finfo(values.dtype).eps * values[-1]
+
+    @property
+    def size(self) -> int:
+        return self.gram.rows.shape[0]
+
+    @property
+    def trace(self) -> Tensor:
+        return self.gram.gram.trace()
+
+    @cached_property
+    def diagonal(self) -> Tensor:
+        return torch.where(self._kept, self._eigen[0], 0)
+
+    @property
+    def matrix(self) -> Tensor:
+        return torch.diag(self.diagonal)
+
+    def coordinates(self, gradient: WeightGradient) -> Coordinates:
+        assert isinstance(gradient, RowGradient)
+        values, vectors = self._eigen
+        along = gradient.gradients.scaled_rows().T @ vectors
+        scaled = along * values.clamp(min=0).sqrt()
+        rest = torch.where(self._kept, 0, along)
+        perp = torch.linalg.matrix_norm(torch.where(self._kept, 0, scaled))
+        return Coordinates(torch.where(self._kept, scaled, 0), perp, RowProduct(rest, self.gram))
+
+    def assemble(self, gradient: Coordinates, x: Tensor, left: Left) -> RowProduct:
+        assert isinstance(gradient.whole, RowProduct)
+        values, vectors = self._eigen
+        inverse = torch.where(self._kept, values, 1).rsqrt()
+        along = torch.where(self._kept, x * inverse, left(gradient.whole.coefficients))
+        return RowProduct(along @ vectors.T, self.gram)
 
     def remember(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
         return self.gram.remember(key, make)
@@ -130,6 +199,10 @@ class RowSide(InputSide):
     def basis(self) -> Tensor:
         """Q, n_{t-1} × m."""
         return self._qr[0]
+
+    @property
+    def size(self) -> int:
+        return self.gram.rank_bound
 
     @property
     def trace(self) -> Tensor:
@@ -160,6 +233,10 @@ class DenseSide(InputSide):
         self.factor = factor
 
     @property
+    def size(self) -> int:
+        return self.factor.size
+
+    @property
     def trace(self) -> Tensor:
         return self.factor.trace()
 
@@ -168,7 +245,7 @@ class DenseSide(InputSide):
         return self.factor.to_dense()
 
     def coordinates(self, gradient: WeightGradient) -> Coordinates:
-        return Coordinates(_formed(gradient), None, None)
+        return Coordinates(_formed(gradient))
 
     def assemble(self, gradient: Coordinates, x: Tensor, left: Left) -> Tensor:
         return x
@@ -184,9 +261,17 @@ class MeanSide(InputSide):
         self.inputs = inputs
         self.route = route
 
+    @property
+    def size(self) -> int:
+        return 1
+
     @cached_property
     def trace(self) -> Tensor:
         return self.inputs.mean.square().sum()
+
+    @property
+    def diagonal(self) -> Tensor:
+        return self.trace.reshape(1)
 
     @property
     def matrix(self) -> Tensor:
@@ -217,7 +302,7 @@ class MeanSide(InputSide):
         off_centre = h.root * (along - self.inputs.mean @ self.basis[:, 0])
         centred = h.centred_gram - torch.outer(off_centre, off_centre)
         perp = (s.gram * centred).sum().clamp(min=0).sqrt()
-        whole = RowProduct((s.rows * s.root[:, None]).T, h)
+        whole = RowProduct(s.scaled_rows().T, h)
         return Coordinates(x[:, None], perp, whole)
 
     def assemble(self, gradient: Coordinates, x: Tensor, left: Left) -> Tensor | RowProduct:
