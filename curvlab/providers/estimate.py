@@ -34,7 +34,7 @@ def estimate(
     """
     if isinstance(provider, str) or not isinstance(provider, Sequence):
         return estimate([provider], problem)[0]
-    named = [(_name(spec), providers.make(spec)) for spec in provider]
+    named = [_named(spec) for spec in provider]
     for name, instance in named:
         instance.check(problem, name)
     versions = problem.versions
@@ -44,14 +44,19 @@ def estimate(
     return [c if c.versions is not None else replace(c, versions=versions) for c in curvatures]
 
 
-def _name(spec: str | Provider) -> str:
-    """The text that was asked with; an instance's own text, or its class's name if it is not registered."""
+def _named(spec: str | Provider) -> tuple[str, Provider]:
+    """A provider under the text that asked for it, or its own text, or its class's name if unregistered."""
+    instance = providers.make(spec)
+    if not isinstance(instance, Provider):
+        raise SpecError(
+            f"provider: got an instance of `{type(instance).__name__}`; expected a name or a Provider"
+        )
     if isinstance(spec, str):
-        return spec
+        return spec, instance
     try:
-        return providers.canonical(spec)
+        return providers.canonical(instance), instance
     except SpecError:
-        return type(spec).__name__
+        return type(instance).__name__, instance
 
 
 def _means(problem: Problem, wanted: list[Statistic]) -> dict[Statistic, Values]:
