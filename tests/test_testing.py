@@ -26,13 +26,13 @@ from curvlab.testing import check_provider
 from curvlab.versions import Versions
 
 BUILT_IN = [
-    "hessian",
-    "hessian[full=true]",
+    pytest.param("hessian", marks=pytest.mark.slow),
+    pytest.param("hessian[full=true]", marks=pytest.mark.slow),
+    pytest.param("gauss-newton[kind=exact]", marks=pytest.mark.slow),
     "fisher",
     "fisher[kind=mc,samples=3]",
     "fisher[kind=exact]",
     "gauss-newton",
-    "gauss-newton[kind=exact]",
     "pch[gamma=-0.3,output_gamma=0]",
     "pch-1",
     "pch-2",
