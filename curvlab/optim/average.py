@@ -33,8 +33,8 @@ def kept(curvature: Curvature, given: Iterable[Tensor] = ()) -> Curvature:
     if curvature.matrix_free or curvature.live:
         raise PairError(
             f"`{curvature.provider}` is matrix-free: its blocks read the model as it is, so it can be "
-            f"neither averaged (ema) nor kept for later steps (refresh_every). Use `fisher`, `gauss-newton`, `pch-1` "
-            f"or `pch-2`, or ema=0 and refresh_every=1"
+            f"neither averaged (ema) nor kept for later steps (refresh_every). Use `fisher`, `gauss-newton`, "
+            f"`pch-1` or `pch-2`, or ema=0 and refresh_every=1"
         )
     theirs = {tensor.untyped_storage()._cdata for tensor in given}
 

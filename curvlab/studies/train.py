@@ -25,8 +25,8 @@ from time import monotonic
 import pandas as pd
 import torch
 
-from curvlab.studies.train_plan import TrainPlan
 from curvlab.studies.train_folder import TrainFolder, frame_of
+from curvlab.studies.train_plan import TrainPlan
 from curvlab.studies.train_run import TrainRun
 
 __all__ = ["Progress", "TrainPlan", "train"]

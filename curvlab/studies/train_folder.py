@@ -19,12 +19,13 @@ from typing import Any
 
 import pandas as pd
 
+from curvlab import specs
 from curvlab.exceptions import SpecError, StoreError
 from curvlab.measure.environment import environment
 from curvlab.studies.checkpoint import read_checkpoint, write_checkpoint
 from curvlab.studies.files import locked, write_text_atomic
-from curvlab.studies.train_plan import TrainPlan
 from curvlab.studies.store import Store
+from curvlab.studies.train_plan import TrainPlan
 from curvlab.studies.train_run import TrainRun
 
 __all__ = ["TrainFolder", "frame_of"]
@@ -147,6 +148,8 @@ def to_toml(fields: dict[str, Any]) -> str:
 def _flat(fields: dict[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in fields.items():
+        if name == "optimizer":
+            value = {"name": (spec := specs.parse(value)).name, **spec.fields}
         flat |= {f"{name}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {name: value}
     return flat
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _LinAlgError as LinAlgError
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 from torch.utils._pytree import tree_leaves
 
 from curvlab import device as devices

@@ -1,0 +1,199 @@
+"""`curvlab train`: one run, with any provider and solver or a baseline."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import click
+import pandas as pd
+
+from curvlab import specs
+from curvlab.cli.options import make_setup, setup_options
+from curvlab.exceptions import SpecError
+from curvlab.studies.optimizers import optimizers
+from curvlab.studies.train import Progress, TrainPlan, train
+
+__all__ = ["command"]
+
+INTERRUPTED = 130
+SHOWN = {
+    "epoch": "{}",
+    "seconds": "{:.1f}",
+    "train_loss": "{:.4f}",
+    "test_loss": "{:.4f}",
+    "test_accuracy": "{:.1%}",
+    "peak_bytes": "{:,.0f}",
+    "status": "{}",
+}
+
+
+@click.command("train")
+@setup_options
+@click.option("--optimizer", default="second-order", show_default=True, metavar="SPEC",
+              help="second-order, sgd, adam or lbfgs, with fields: sgd[lr=0.05,momentum=0.9].")  # fmt: skip
+@click.option("-p", "--provider", metavar="SPEC", help="Curvature of the step.  [default: pch-1]")
+@click.option("-s", "--solver", metavar="SPEC", help="Solver of the step.  [default: ea-cg]")
+@click.option("--lr", type=float, metavar="X", help="Learning rate.  [default: the optimizer's]")
+@click.option("--alpha", type=float, metavar="X", help="Damping, (1-α)C + αI.  [default: 0.05]")
+@click.option("--lr-schedule", default="constant", show_default=True, metavar="SPEC",
+              help="constant, cosine or steps[every=10,gamma=0.1].")  # fmt: skip
+@click.option("--epochs", type=click.IntRange(min=0), default=10, show_default=True, metavar="N",
+              help="Passes over the training set; a larger number continues a finished run.")  # fmt: skip
+@click.option("-o", "--output", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
+              help="Folder of the run.  [default: curvlab-runs/<optimizer>-<hash of the plan>]")  # fmt: skip
+@click.option("--checkpoint-seconds", type=click.FloatRange(min=0), default=60.0, show_default=True,
+              metavar="X", help="Checkpoint this often, and after every epoch.")  # fmt: skip
+@click.option("--fresh", is_flag=True, help="Begin anew instead of resuming the run in the folder.")
+@click.option("--quiet", is_flag=True, help="No progress and no table.")
+@click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON on standard output.")
+def command(
+    optimizer: str,
+    lr_schedule: str,
+    epochs: int,
+    output: Path | None,
+    checkpoint_seconds: float,
+    fresh: bool,
+    quiet: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Train one network, and record loss, accuracy, time and memory epoch by epoch.
+
+    The run is checkpointed in its folder and resumed by the same command: after Ctrl-C (exit code 130),
+    a kill or a power cut it goes on where it was, and on the CPU it ends with the same bits. A run that
+    diverges is a result too: its row says so, with the epoch, and the exit code is 1.
+
+    \b
+    Examples:
+      curvlab train
+      curvlab train -p fisher -s kfi --lr 0.05 --alpha 0.1
+      curvlab train --data cifar10 --lr 0.2 --alpha 0.01 --epochs 12 -o runs/cifar10
+      curvlab train --data cifar10 --optimizer 'sgd[lr=0.1,momentum=0.9]'
+    """  # noqa: D301
+    given = {name: options.pop(name) for name in ("provider", "solver", "lr", "alpha")}
+    plan = TrainPlan(make_setup(options, batch=100), _optimizer(optimizer, given), epochs, lr_schedule)
+    folder = output or Path("curvlab-runs") / f"{_slug(plan)}-{plan.key[:8]}"
+    bar = not quiet and not as_json and sys.stderr.isatty()
+    with _stopping() as stop, _progress(bar, epochs) as show:
+
+        def shown(progress: Progress) -> None:
+            stop.begin()
+            show(progress)
+
+        frame = train(
+            plan,
+            folder,
+            fresh=fresh,
+            on_progress=shown,
+            should_stop=stop.asked,
+            checkpoint_seconds=checkpoint_seconds,
+        )
+    _render(frame, folder, quiet, as_json)
+    _finish(frame, plan, folder, quiet)
+
+
+def _optimizer(text: str, given: dict[str, Any]) -> str:
+    """The optimizer's spec with the fields that have options of their own filled in."""
+    name, spec = specs.parse(text).name, optimizers.make(text)
+    values = {key: value for key, value in given.items() if value is not None}
+    known = [field.name for field in fields(spec)]
+    for key in values:
+        if key not in known:
+            raise SpecError(f"--{key} does not go with `{name}`, which has {', '.join(known)}")
+    return specs.canonical(name, replace(spec, **values)) if values else text
+
+
+def _slug(plan: TrainPlan) -> str:
+    labels = plan.labels()
+    words = [labels["provider"], labels["solver"]] if labels["provider"] else [labels["optimizer"]]
+    return "-".join(specs.parse(word).name for word in words)
+
+
+class _Stop:
+    """Ctrl-C: at once before the first step, after the step under way from then on."""
+
+    def __init__(self) -> None:
+        self.requested = self.training = False
+
+    def begin(self) -> None:
+        self.training = True
+
+    def asked(self) -> bool:
+        return self.requested
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        if not self.training or self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+
+
+@contextmanager
+def _stopping() -> Iterator[_Stop]:
+    stop = _Stop()
+    before = signal.signal(signal.SIGINT, stop.handle)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _progress(visible: bool, epochs: int) -> Iterator[Any]:
+    if not visible:
+        yield lambda progress: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    text = TextColumn("epoch {task.fields[epoch]}/{task.fields[epochs]}  {task.fields[state]}")
+    with Bar(text, BarColumn(bar_width=None), TimeRemainingColumn(), console=Console(stderr=True)) as bar:
+        task = bar.add_task("train", total=None, epoch=0, epochs=epochs, state="")
+
+        def show(p: Progress) -> None:
+            state = f"loss {p.loss:.4f}  accuracy {p.accuracy:.1%}  {1000 * p.step_seconds:.1f} ms/step"
+            done = p.epoch * p.steps + p.step
+            bar.update(task, total=p.epochs * p.steps, completed=done, epoch=p.epoch, state=state)
+
+        yield show
+
+
+def _render(frame: pd.DataFrame, folder: Path, quiet: bool, as_json: bool) -> None:
+    if as_json:
+        rows = json.loads(frame.to_json(orient="records"))
+        click.echo(json.dumps({"folder": str(folder), "rows": rows}))
+    elif not quiet:
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table("epoch", "seconds", "train loss", "test loss", "accuracy", "peak bytes", "status")
+        for row in frame.to_dict("records"):
+            table.add_row(*(_cell(row[column], form) for column, form in SHOWN.items()))
+        Console().print(table)
+
+
+def _cell(value: Any, form: str) -> str:
+    return "" if pd.isna(value) else form.format(value)
+
+
+def _finish(frame: pd.DataFrame, plan: TrainPlan, folder: Path, quiet: bool) -> None:
+    """Say where the run is, and end with the exit code of how it ended."""
+    last = frame.iloc[-1]
+    if last["status"] != "ok":
+        click.echo(f"The run {last['status']} in epoch {last['epoch']}: {last['message']}", err=True)
+        sys.exit(1)
+    if last["epoch"] < plan.epochs:
+        again = shlex.join(["curvlab", *(word for word in sys.argv[1:] if word != "--fresh")])
+        click.echo(f"Stopped; the run is kept in {folder}. Resume it with:\n  {again}", err=True)
+        sys.exit(INTERRUPTED)
+    if not quiet:
+        click.echo(f"The run is in {folder}", err=True)
