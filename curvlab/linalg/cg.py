@@ -88,7 +88,7 @@ def conjugate_gradients(
         ap = operator(p)
         pap = dot(p, ap)
         # Where reads are free and every pᵀAp > 0 (always, for a definite operator) no norm need be known.
-        if read_interval != 1 or not bool((pap > 0).all()):
+        if read_interval != 1 or not bool(pap.amin() > 0):
             ended = ended.joined(active, pap, _bound(dot, p, ap))
             active = active & ~ended.negative & ~ended.flat
             if k == 0 and start is None:

@@ -7,14 +7,24 @@ rank one   (vvᵀ + τI)⁻¹ x = (x - v (vᵀx) / (τ + ‖v‖²)) / τ    (Sh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from abc import ABC, abstractmethod
+from collections.abc import Hashable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from curvlab.linalg.factors import Factor, GramFactor, RankOneFactor
 
-__all__ = ["NotFiniteError", "NotPositiveDefiniteError", "cholesky_shifted", "shifted_inverse"]
+__all__ = [
+    "GramInverse",
+    "NotFiniteError",
+    "NotPositiveDefiniteError",
+    "ShiftedInverse",
+    "cholesky_multiply",
+    "cholesky_shifted",
+    "shifted_inverse",
+]
 
 
 class NotPositiveDefiniteError(ArithmeticError):
@@ -49,25 +59,73 @@ def cholesky_shifted(matrix: Tensor, shift: Tensor | float, check: bool = True) 
     return factor.to(matrix)
 
 
+def cholesky_multiply(lower: Tensor, x: Tensor) -> Tensor:
+    """(L Lᵀ)⁻¹ x: by triangular solves, or by the inverse where x has at least as many columns as rows.
+
+    >>> cholesky_multiply(torch.tensor([[2.0]]), torch.tensor([[8.0, 4.0]])).tolist()
+    [[2.0, 1.0]]
+    """
+    if x.shape[1] < x.shape[0]:
+        return torch.cholesky_solve(x, lower)
+    return torch.cholesky_inverse(lower) @ x
+
+
+class ShiftedInverse(ABC):
+    """x ↦ (F + τI)⁻¹ x for one factor F and one τ."""
+
+    @abstractmethod
+    def __call__(self, x: Tensor) -> Tensor:
+        """(F + τI)⁻¹ x."""
+
+
+@dataclass(frozen=True, eq=False)
+class DenseInverse(ShiftedInverse):
+    """By the Cholesky factor of F + τI."""
+
+    lower: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return cholesky_multiply(self.lower, x)
+
+
+@dataclass(frozen=True, eq=False)
+class GramInverse(ShiftedInverse):
+    """By the Cholesky factor of K + τI, m × m."""
+
+    factor: GramFactor
+    lower: Tensor
+    shift: Tensor | float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        root = self.factor.root[:, None]
+        inner = cholesky_multiply(self.lower, root * (self.factor.rows @ x))
+        return (x - self.factor.rows.T @ (root * inner)) / self.shift
+
+    def of_rows(self, right: Tensor) -> Tensor:
+        """(F + τI)⁻¹ H'ᵀ right = H'ᵀ (K + τI)⁻¹ right: the push-through identity, at half the work."""
+        return self.factor.scaled_rows().T @ cholesky_multiply(self.lower, right)
+
+
+@dataclass(frozen=True, eq=False)
+class RankOneInverse(ShiftedInverse):
+    """By the Sherman-Morrison formula."""
+
+    vector: Tensor
+    shift: Tensor | float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        projection = (self.vector @ x) / (self.shift + self.vector @ self.vector)
+        return (x - torch.outer(self.vector, projection)) / self.shift
+
+
 def shifted_inverse(
     factor: Factor, shift: Tensor | float, key: Hashable, check: bool = True
-) -> Callable[[Tensor], Tensor]:
+) -> ShiftedInverse:
     """x ↦ (F + τI)⁻¹ x; the factorisation is kept on the factor under `key`, which stands for τ."""
     if isinstance(factor, RankOneFactor):
-        return lambda x: _sherman_morrison(factor.vector, shift, x)
+        return RankOneInverse(factor.vector, shift)
     if isinstance(factor, GramFactor) and factor.narrow:
         small = factor.remember(("gram", key), lambda: cholesky_shifted(factor.gram, shift, check))
-        return lambda x: _woodbury(factor, small, shift, x)
+        return GramInverse(factor, small, shift)
     lower = factor.remember(("dense", key), lambda: cholesky_shifted(factor.to_dense(), shift, check))
-    return lambda x: torch.cholesky_solve(x, lower)
-
-
-def _sherman_morrison(vector: Tensor, shift: Tensor | float, x: Tensor) -> Tensor:
-    projection = (vector @ x) / (shift + vector @ vector)
-    return (x - torch.outer(vector, projection)) / shift
-
-
-def _woodbury(factor: GramFactor, lower: Tensor, shift: Tensor | float, x: Tensor) -> Tensor:
-    root = factor.root[:, None]
-    inner = torch.cholesky_solve(root * (factor.rows @ x), lower)
-    return (x - factor.rows.T @ (root * inner)) / shift
+    return DenseInverse(lower)
