@@ -23,8 +23,9 @@ def check_provider(
     """Raise AssertionError, with a sentence, unless the provider keeps the promises of curvlab's own.
 
     Runs on a set of small problems (activations times criteria, class weights, frozen and missing
-    parameters, a subset of layers, no chain), or on `problem` alone where one is given. Of the set a
-    provider may refuse some, with a `ProblemError`; a given problem it must accept.
+    parameters, a subset of layers, no chain), or on `problem` alone where one is given: it should be
+    small, as its matrix is formed. Of the set a provider may refuse some, with a `ProblemError`; a given
+    problem it must accept.
 
     The checks, by the names that `exempt` leaves out:
 
