@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from itertools import pairwise
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ TOLERANCE = 5e-6
 def network() -> nn.Sequential:
     """Sigmoid, Xavier, biases zero."""
     layers: list[nn.Module] = []
-    for a, b in zip(WIDTHS, WIDTHS[1:], strict=False):
+    for a, b in pairwise(WIDTHS):
         linear = nn.Linear(a, b)
         nn.init.xavier_uniform_(linear.weight)
         nn.init.zeros_(linear.bias)

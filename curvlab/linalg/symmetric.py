@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-__all__ = ["congruence", "gram"]
+__all__ = ["congruence", "gram", "symmetric_product"]
 
 BLOCK = 192
 COLUMN_CHUNK = 8192
@@ -28,11 +28,11 @@ def gram(rows: Tensor, centre: Tensor | None = None) -> Tensor:
     [[5.0, 11.0], [11.0, 25.0]]
     """
     if centre is None:
-        return _lower_to_full(rows, rows)
+        return symmetric_product(rows, rows)
     total = rows.new_zeros(rows.shape[0], rows.shape[0])
     for chunk, offset in zip(rows.split(COLUMN_CHUNK, dim=1), centre.split(COLUMN_CHUNK), strict=True):
         centred = chunk - offset
-        total += _lower_to_full(centred, centred)
+        total += symmetric_product(centred, centred)
     return total
 
 
@@ -43,11 +43,16 @@ def congruence(weight: Tensor, matrix: Tensor) -> Tensor:
     >>> congruence(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0]])).tolist()
     [[3.0, 6.0], [6.0, 12.0]]
     """
-    return _lower_to_full(weight.T, (matrix @ weight).T)
+    return symmetric_product(weight.T, (matrix @ weight).T)
 
 
-def _lower_to_full(left: Tensor, right: Tensor) -> Tensor:
-    """The symmetric matrix left rightᵀ, from its lower triangle of blocks."""
+def symmetric_product(left: Tensor, right: Tensor) -> Tensor:
+    """left rightᵀ, known to be symmetric, from its lower triangle of blocks.
+
+    >>> import torch
+    >>> symmetric_product(torch.tensor([[1.0], [2.0]]), torch.tensor([[2.0], [4.0]])).tolist()
+    [[2.0, 4.0], [4.0, 8.0]]
+    """
     n = left.shape[0]
     if n <= 2 * BLOCK:
         return left @ right.T

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from curvlab.linalg.symmetric import symmetric_product
 from curvlab.recording import ChainRecording
 
 __all__ = ["chunks", "hessian_products", "layer_hessians", "mean_hessians"]
@@ -69,14 +70,11 @@ def mean_hessians(recording: ChainRecording) -> list[Tensor]:
 
 
 def _mean_below(recording: ChainRecording, rows: slice, lowest: int, hessian: Tensor) -> Tensor:
-    weight, slope, share = (
-        recording.chain.layers[lowest + 1].weight,
-        recording.slopes[lowest][rows],
-        recording.share[rows],
-    )
+    weight = recording.chain.layers[lowest + 1].weight
+    slope, share = recording.slopes[lowest][rows], recording.share[rows]
     scaled = weight * slope[:, None, :]
-    curved = (hessian * share[:, None, None]) @ scaled
-    mean = scaled.flatten(0, 1).T @ curved.flatten(0, 1)
+    curved = (hessian @ weight).mul_((slope * share[:, None])[:, None, :])
+    mean = symmetric_product(scaled.flatten(0, 1).T, curved.flatten(0, 1).T)
     bend = recording.bends[lowest]
     if bend is not None:
         mean.diagonal().add_(share @ bend[rows])
