@@ -33,7 +33,7 @@ def synchronised() -> float:
     return timer()
 
 
-class Suite(ABC):
+class Suite:
     """Parameters by name; those that `Case` knows make the problem, the rest are read from `given`."""
 
     axes: ClassVar[dict[str, Sequence[Any]]] = {}
@@ -72,7 +72,7 @@ class Suite(ABC):
         """What is needed and not measured."""
 
 
-class Cost(Suite):
+class Cost(Suite, ABC):
     """Time and memory of `run`."""
 
     work = ("prepare", "run")
@@ -101,7 +101,7 @@ class Cost(Suite):
     track_peak_bytes.unit = "bytes"  # type: ignore[attr-defined]
 
 
-class Ratio(Suite):
+class Ratio(Suite, ABC):
     """How many times as long the work takes as its rival, measured in turns."""
 
     work = ("prepare", "contestants")
