@@ -1,0 +1,216 @@
+"""`curvlab compare`: every provider with every solver on one problem, and one report."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import click
+
+from curvlab.cli.console import (
+    bytes_text,
+    paragraph,
+    print_json,
+    progress_bar,
+    records,
+    say,
+    seconds_text,
+    table,
+)
+from curvlab.cli.options import check_writable, grid_options, make_settings, output_options, setup_options
+from curvlab.studies.compare import Comparison, Progress, run_comparison
+
+__all__ = ["command", "finish", "show_comparison"]
+
+INTERRUPTED = 130
+DEFAULT_FOLDER = Path("runs/compare")
+
+
+@click.command("compare")
+@grid_options
+@setup_options
+@click.option("-r", "--repetitions", type=click.IntRange(min=1), metavar="N",
+              help="How often each cell is timed, in turns.  [default: 5]")  # fmt: skip
+@click.option("--epochs", type=click.IntRange(min=0), metavar="N",
+              help="Train every cell, SGD and Adam for N epochs.  [default: 0]")  # fmt: skip
+@click.option(
+    "--train-batch",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Examples a training step sees.  [default: 100]",
+)
+@click.option(
+    "--lr",
+    type=float,
+    metavar="X",
+    help="Learning rate of the second-order runs.  [default: the optimizer's]",
+)
+@click.option(
+    "--baseline",
+    "baselines",
+    multiple=True,
+    metavar="SPEC",
+    help="Optimizer to train beside them.  [default: sgd, adam]",
+)
+@click.option("--newton-limit", type=click.IntRange(min=0), metavar="N",
+              help="Solve the exact Newton direction for up to N parameters.  [default: 1000000]")  # fmt: skip
+@click.option(
+    "--threads",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Threads of torch.  [default: as torch chooses]",
+)
+@click.option("--executor", default="serial", show_default=True, metavar="SPEC",
+              help="serial, or process[workers=N]: cells at the same time slow each other down.")  # fmt: skip
+@click.option("-o", "--output", type=click.Path(path_type=Path), default=DEFAULT_FOLDER, show_default=True,
+              metavar="DIR", help="Folder of results and report.")  # fmt: skip
+@click.option("--fresh", is_flag=True, help="Measure again what the folder has.")
+@click.option("--retry", is_flag=True, help="Measure again what has failed.")
+@output_options
+def command(
+    executor: str, output: Path, fresh: bool, retry: bool, as_json: bool, quiet: bool, **options: Any
+) -> None:
+    r"""Measure error, time, memory and convergence of every provider with every solver.
+
+    Results go to the folder as they are measured: the same command resumes an interrupted comparison, and
+    only shows a finished one. A cell that fails is in the table with its reason, and the exit code is 1; a
+    pair that does not exist is skipped with the reason.
+
+    \b
+    Examples:
+      curvlab compare
+      curvlab compare -p fisher -p pch-1 -s kfi -s 'ea-cg[max_iter=20]' \
+          --arch 64-32-16-10 --activation tanh --criterion robust --epochs 5 \
+          -r 5 -o reports/mine
+      curvlab compare --model mypackage.nets:build --data mypackage.data:batches
+      curvlab compare --config runs/compare/config.toml -o runs/again
+
+    \b
+    Completion of options and file names, for bash (zsh and fish likewise):
+      eval "$(_CURVLAB_COMPLETE=bash_source curvlab)"
+    """
+    settings = make_settings(options)
+    folder = check_writable(output)
+    try:
+        with progress_bar(not quiet, "preparing") as show:
+            compared = run_comparison(
+                settings,
+                folder,
+                fresh=fresh,
+                retry=retry,
+                executor=executor,
+                on_progress=lambda progress: show(progress.done, progress.total, _label(progress)),
+            )
+    except KeyboardInterrupt:
+        say(f"Interrupted; what was measured is in {folder}, and the same command goes on from there.")
+        sys.exit(INTERRUPTED)
+    finish(compared, folder, as_json, quiet)
+
+
+def _label(progress: Progress) -> str:
+    row = progress.row or {}
+    names = ("kind", "optimizer") if row.get("optimizer") else ("kind", "provider", "solver")
+    return " ".join(str(row[name]) for name in names if row.get(name))
+
+
+def finish(compared: Comparison, folder: Path, as_json: bool, quiet: bool) -> None:
+    """Write the report, show the results, and exit with 1 if a cell failed."""
+    report = _write_report(compared, folder)
+    if as_json:
+        print_json(_document(compared, folder, report))
+    elif not quiet:
+        show_comparison(compared)
+        click.echo(f"Report: {report}")
+    for failure in compared.failures:
+        say(f"failed: {failure}")
+    if not compared.ok:
+        sys.exit(1)
+
+
+def _write_report(compared: Comparison, folder: Path) -> Path:
+    from curvlab.report import write_report
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # matplotlib's opinions on layout are not the user's concern
+            return Path(write_report(compared, folder))
+    except OSError as error:
+        say(f"Error: cannot write the report to {folder}: {error.strerror or error}. The results are whole: "
+            f"free space and run `curvlab report {folder}`")  # fmt: skip
+        sys.exit(1)
+
+
+def _document(compared: Comparison, folder: Path, report: Path) -> dict[str, Any]:
+    names = ("cells", "errors", "repetitions", "blocks", "convergence")
+    return {
+        "folder": str(folder),
+        "report": str(report),
+        "ok": compared.ok,
+        "command": compared.command,
+        "config": compared.config,
+        "environment": compared.environment,
+        **{name: records(getattr(compared, name)) for name in names},
+        "warnings": compared.warnings,
+        "failures": compared.failures,
+    }
+
+
+def show_comparison(compared: Comparison) -> None:
+    """The table of cells, what to know of them, and the answer."""
+    from curvlab.report import recommend
+
+    columns = {
+        "Provider": "fold",
+        "Solver": "fold",
+        "Error": "right",
+        "Time": "right",
+        "Peak": "right",
+        "cos": "right",
+        "Status": "left",
+    }
+    table(columns, [_cells_row(cell) for cell in compared.cells.to_dict("records")])
+    if not compared.convergence.empty:
+        last = compared.convergence.groupby("optimizer", sort=False).tail(1)
+        wanted = {
+            "Optimizer": "fold",
+            "Epochs": "right",
+            "Seconds": "right",
+            "Train loss": "right",
+            "Test loss": "right",
+            "Accuracy": "right",
+        }
+        table(wanted, [_convergence_row(row) for row in last.to_dict("records")])
+    for warning in compared.warnings:
+        paragraph(f"Note: {warning}")
+    answer = recommend(compared.cells, compared.errors, compared.convergence)
+    for text in (answer.headline, *answer.paragraphs):
+        paragraph(text)
+
+
+def _cells_row(cell: dict[Any, Any]) -> list[str]:
+    return [
+        cell["provider"],
+        cell["solver"],
+        _number(cell["error_relative"], "{:.2%}"),
+        seconds_text(cell["total_seconds"], cell["total_iqr"]),
+        bytes_text(cell["peak_bytes"]),
+        _number(cell["cosine"], "{:.3f}"),
+        cell["status"],
+    ]
+
+
+def _convergence_row(row: dict[Any, Any]) -> list[str]:
+    losses = [_number(row[name], "{:.4f}") for name in ("train_loss", "test_loss")]
+    return [
+        row["optimizer"],
+        f"{row['epoch']:.0f}",
+        f"{row['seconds']:.2f}",
+        *losses,
+        _number(row["test_accuracy"], "{:.1%}"),
+    ]
+
+
+def _number(value: float, form: str) -> str:
+    return form.format(value) if value == value else "–"

@@ -1,0 +1,81 @@
+"""`curvlab list`: everything that can be asked for by name, and which pairs exist."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from curvlab.architectures import architectures
+from curvlab.cli.console import print_json, table
+from curvlab.data import datasets
+from curvlab.names import criteria
+from curvlab.providers.registry import providers
+from curvlab.registry import Registry, Row
+from curvlab.solvers.registry import solvers
+from curvlab.studies.executor import executors
+from curvlab.studies.pairs import existing_pairs
+
+__all__ = ["command"]
+
+
+def _registries() -> dict[str, Registry[Any]]:
+    from curvlab.studies.optimizers import optimizers
+
+    return {
+        "providers": providers,
+        "solvers": solvers,
+        "criteria": criteria,
+        "architectures": architectures,
+        "datasets": datasets,
+        "optimizers": optimizers,
+        "executors": executors,
+    }
+
+
+KINDS = ("providers", "solvers", "criteria", "architectures", "datasets", "optimizers", "executors", "pairs")
+
+
+@click.command("list")
+@click.argument("kind", required=False, type=click.Choice(KINDS))
+@click.option("--json", "as_json", is_flag=True, help="Print the lists as JSON on standard output.")
+def command(kind: str | None, as_json: bool) -> None:
+    r"""List what can be asked for by name, with its fields and their defaults.
+
+    A field is set in brackets: 'ea-cg[max_iter=50,tol=1e-5]'. What other packages add through entry points
+    is listed with the package it is from.
+
+    \b
+    Examples:
+      curvlab list
+      curvlab list solvers
+      curvlab list pairs
+    """
+    chosen = {name: registry.describe() for name, registry in _registries().items() if kind in (None, name)}
+    pairs = existing_pairs() if kind in (None, "pairs") else {}
+    if as_json:
+        print_json({name: [_record(row) for row in rows] for name, rows in chosen.items()} | {"pairs": pairs})
+        return
+    for name, listed in chosen.items():
+        cells = [[row.name, "\n".join(map(str, row.fields)) or "–", _about(row)] for row in listed]
+        table(
+            {"Name": "left", "Fields and defaults": "fold", "What it is": "fold"},
+            cells,
+            title=name.capitalize(),
+        )
+    if pairs:
+        names = list(next(iter(pairs.values())))
+        rows = [
+            [name, *("yes" if takes.get(solver) else "–" for solver in names)]
+            for name, takes in pairs.items()
+        ]
+        table({"Provider": "fold"} | dict.fromkeys(names, "left"), rows, title="Pairs that exist")
+
+
+def _about(row: Row) -> str:
+    return row.doc if row.origin == "curvlab" else f"{row.doc} ({row.origin})"
+
+
+def _record(row: Row) -> dict[str, Any]:
+    fields = {field.name: {"takes": field.takes, "default": field.default} for field in row.fields}
+    return {"name": row.name, "usage": row.usage, "fields": fields, "about": row.doc, "origin": row.origin}

@@ -1,0 +1,97 @@
+"""`curvlab plan`: memory and operations predicted on fake tensors."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+import pandas as pd
+
+from curvlab.cli.console import bytes_text, paragraph, print_json, progress_bar, records, say, table
+from curvlab.cli.options import grid_options, make_settings, output_options, setup_options
+from curvlab.studies.plan import FORMS, bytes_of, run_plan
+
+__all__ = ["command"]
+
+
+@click.command("plan")
+@grid_options
+@setup_options
+@click.option("--memory", metavar="SIZE", help="Memory of the device, such as 11GB or 16GiB: says what fits.")
+@click.option(
+    "--form",
+    "forms",
+    multiple=True,
+    type=click.Choice(FORMS),
+    help="Only this form of the solvers.  [default: both]",
+)
+@click.option(
+    "--executor", default="serial", show_default=True, metavar="SPEC", help="serial, or process[workers=N]."
+)
+@output_options
+def command(
+    memory: str | None, forms: tuple[str, ...], executor: str, as_json: bool, quiet: bool, **options: Any
+) -> None:
+    r"""Predict memory and operations without allocating: would it fit?
+
+    Providers and solvers run as they are, on tensors without memory. Two forms of each solver are planned:
+    the sample-space form that curvlab runs, and the textbook's, which forms the factors of the input side.
+    A named architecture needs no data set. The peak includes the parameters and the batch.
+
+    \b
+    Examples:
+      curvlab plan --arch imagenet10-fcnn --batch 100 --memory 11GB
+      curvlab plan --arch imagenet10-fcnn --batch 100 -s kfi --memory 11GB
+      curvlab plan --config runs/compare/config.toml
+    """
+    settings = make_settings(options)
+    limit = None if memory is None else bytes_of(memory)
+    with progress_bar(not quiet, "planning") as show:
+        frame = run_plan(
+            settings,
+            forms or FORMS,
+            memory=limit,
+            executor=executor,
+            on_progress=lambda done, total: show(done, total, "planning"),
+        )
+    if as_json:
+        print_json({"config": settings.fields(), "memory": limit, "cells": records(frame)})
+    elif not quiet:
+        _show(frame, limit)
+    failed = frame[frame["status"] == "failed"]
+    for row in failed.to_dict("records"):
+        say(f"failed: {row['provider']} + {row['solver']}, {row['form']}: {row['message']}")
+    if len(failed):
+        sys.exit(1)
+
+
+def _show(frame: pd.DataFrame, limit: int | None) -> None:
+    columns = {
+        "Provider": "fold",
+        "Solver": "fold",
+        "Form": "left",
+        "Peak": "right",
+        "Held": "right",
+        "Operations": "right",
+    }
+    answer = {"Fits": "left"} if limit is not None else {}
+    table(columns | answer, [_row(row, limit) for row in frame.to_dict("records")])
+    skipped = frame[frame["status"] == "skipped"]
+    for message in dict.fromkeys(skipped["message"]):
+        paragraph(f"Left out: {message}")
+    if limit is not None:
+        too_large = frame[frame["fits"].eq(False)]
+        for (form, largest), group in too_large.groupby(["form", "largest"], sort=False):
+            pairs = ", ".join(f"{row['provider']} + {row['solver']}" for row in group.to_dict("records"))
+            paragraph(f"Does not fit {bytes_text(limit)}: {pairs} ({form}); largest tensor {largest}.")
+
+
+def _row(row: dict[Any, Any], limit: int | None) -> list[str]:
+    answer = [] if limit is None else [{True: "fits", False: "does not fit"}.get(row["fits"], row["status"])]
+    numbers = [bytes_text(row["peak_bytes"]), bytes_text(row["held_bytes"]), _operations(row["flops"])]
+    return [row["provider"], row["solver"], row["form"], *numbers, *answer]
+
+
+def _operations(count: float) -> str:
+    return "–" if count != count else f"{count:.3g}"

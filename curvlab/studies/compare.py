@@ -1,0 +1,203 @@
+"""`compare`: every provider with every solver on one problem, measured side by side.
+
+Rows go to the store as they are measured, keyed by all that they depend on: a comparison that was
+interrupted goes on where it was, and one that is finished is only read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from curvlab.exceptions import SpecError
+from curvlab.measure.environment import environment
+from curvlab.problem import Problem
+from curvlab.providers import Provider
+from curvlab.solvers import Solver
+from curvlab.studies.cells import Row, failure, run_task
+from curvlab.studies.comparison import Comparison, comparison_from
+from curvlab.studies.errors import DEFAULT_PROVIDERS
+from curvlab.studies.executor import Place, place_of, run
+from curvlab.studies.facts import facts
+from curvlab.studies.folder import command_of, load_comparison, set_aside, write_frames, write_settings
+from curvlab.studies.grid import convergence_tasks, cost_tasks, first_tasks
+from curvlab.studies.newton import PARAMETERS
+from curvlab.studies.settings import DEFAULT_SOLVERS, Settings, build
+from curvlab.studies.setup import Setup
+from curvlab.studies.store import Store
+
+__all__ = ["Comparison", "Progress", "compare", "load_comparison", "run_comparison"]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a comparison is: cells done of those to do, and the one that has just ended."""
+
+    done: int
+    total: int
+    row: Row | None = None
+
+
+def compare(
+    subject: Problem | Setup,
+    providers: Sequence[str | Provider] = DEFAULT_PROVIDERS,
+    solvers: Sequence[str | Solver] = DEFAULT_SOLVERS,
+    *,
+    alpha: float = 0.05,
+    repetitions: int = 5,
+    epochs: int = 0,
+    train_batch: int = 100,
+    lr: float | None = None,
+    baselines: Sequence[str] = ("sgd", "adam"),
+    newton_limit: int = PARAMETERS,
+    threads: int = 0,
+    output: str | Path | None = None,
+    fresh: bool = False,
+    retry: bool = False,
+    executor: str | Place | Executor = "serial",
+    on_progress: Callable[[Progress], None] | None = None,
+) -> Comparison:
+    """Measure error, time, memory and convergence of every provider with every solver.
+
+    Args:
+        subject: a problem, or a setup by name (which alone can train, and run in other processes).
+        providers: names such as `"pch-1"` or `"fisher[kind=mc]"`, or instances.
+        solvers: names such as `"ea-cg[max_iter=20]"`, or instances.
+        alpha: the damping, (1-α)C + αI.
+        repetitions: how often each pair is timed, in turns.
+        epochs: train every pair, and the baselines, for this many epochs.
+        train_batch: examples a training step sees.
+        lr: learning rate of the second-order runs (default: the optimizer's own).
+        baselines: optimizers to train beside the pairs.
+        newton_limit: the exact Newton direction is solved for up to this many parameters.
+        threads: torch's threads while measuring (default: as they are).
+        output: folder of the store, where the comparison resumes; None keeps all in memory.
+        fresh: measure again what the folder has.
+        retry: measure again what has failed.
+        executor: `"serial"`, `"process[workers=2]"`, or a `concurrent.futures.Executor`.
+        on_progress: called after each cell.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Sigmoid(), torch.nn.Linear(3, 2))
+    >>> problem = Problem(model, "cross-entropy", torch.eye(4), torch.tensor([0, 1, 0, 1]))
+    >>> compared = compare(problem, ["fisher"], ["kfi"], repetitions=1)
+    >>> compared.cells[["provider", "solver", "status"]].values.tolist()
+    [['fisher', 'kfi', 'ok']]
+    """
+    settings = Settings.of(
+        subject,
+        providers=tuple(providers) if not isinstance(providers, str) else (providers,),
+        solvers=tuple(solvers) if not isinstance(solvers, str) else (solvers,),
+        alpha=alpha,
+        repetitions=repetitions,
+        epochs=epochs,
+        train_batch=train_batch,
+        lr=lr,
+        baselines=tuple(baselines),
+        newton_limit=newton_limit,
+        threads=threads,
+    )
+    return run_comparison(
+        settings, output, fresh=fresh, retry=retry, executor=executor, on_progress=on_progress
+    )
+
+
+def run_comparison(
+    settings: Settings,
+    output: str | Path | None = None,
+    *,
+    fresh: bool = False,
+    retry: bool = False,
+    executor: str | Place | Executor = "serial",
+    on_progress: Callable[[Progress], None] | None = None,
+) -> Comparison:
+    """Carry out a comparison whose settings are resolved; see `compare`."""
+    place = place_of(executor)
+    if isinstance(settings.subject, Problem) and not place.in_process and isinstance(executor, str):
+        raise SpecError(
+            f"executor `{executor}` builds the problem in other processes; give a Setup, not a Problem"
+        )
+    folder = None if output is None else Path(output)
+    if folder is not None and fresh:
+        set_aside(folder)
+    rows: _Rows = _Memory() if folder is None else Store(folder)
+    study = _study_row(settings, rows)
+    if folder is not None:
+        write_settings(folder, settings.fields(), study["environment"], settings.study)
+    _measure(settings, rows, place, retry, on_progress or (lambda progress: None))
+    config = settings.fields()
+    compared = comparison_from(study, config, rows.rows(), command_of(config))
+    if folder is not None:
+        write_frames(folder, compared)
+    return compared
+
+
+class _Rows(Protocol):
+    """Where rows go: the store, or a list in memory."""
+
+    def append(self, row: dict[str, Any], /) -> None: ...
+
+    def rows(self) -> list[Row]: ...
+
+
+@dataclass
+class _Memory:
+    held: list[Row] = field(default_factory=list)
+
+    def append(self, row: Row, /) -> None:
+        self.held.append(row)
+
+    def rows(self) -> list[Row]:
+        return list(self.held)
+
+
+def _study_row(settings: Settings, rows: _Rows) -> Row:
+    """The row that says what was compared, where: written first, so that the store explains itself."""
+    for row in rows.rows():
+        if row.get("kind") == "study" and row["key"] == settings.study:
+            return row
+    problem = build(settings.subject)
+    device = next(problem.model.parameters()).device
+    row = {
+        "key": settings.study,
+        "kind": "study",
+        "study": settings.study,
+        "config": settings.fields(),
+        "environment": environment(device) | {"threads": settings.threads},
+        "warnings": facts(problem),
+    }
+    rows.append(row)
+    return row
+
+
+def _measure(
+    settings: Settings, rows: _Rows, place: Place, retry: bool, on_progress: Callable[[Progress], None]
+) -> None:
+    done = {_identity(row): row for row in rows.rows()}
+    finished = {i for i, row in done.items() if not (retry and row.get("status") == "failed")}
+    stages = (first_tasks, cost_tasks, convergence_tasks)
+    total = sum(_identity(task.head) not in finished for stage in stages for task in stage(settings))
+    count = 0
+    on_progress(Progress(count, total))
+    for stage in stages:
+        left_out = _left_out(done.values(), settings.study)
+        tasks = list(stage(settings, left_out))
+        pending = [task for task in tasks if _identity(task.head) not in finished]
+        for ended in run(run_task, pending, place):
+            row = ended.result if ended.result is not None else failure(ended.argument, ended.error)  # type: ignore[arg-type]
+            rows.append(row)
+            done[_identity(row)] = row
+            count += 1
+            on_progress(Progress(count, total, row))
+
+
+def _left_out(rows: Iterable[Row], study: str) -> set[tuple[str, str]]:
+    """Pairs that are refused or fail: they are neither timed nor trained."""
+    solved = [row for row in rows if row.get("kind") == "solve" and row.get("study") == study]
+    return {(row["provider"], row["solver"]) for row in solved if row["status"] != "ok"}
+
+
+def _identity(row: Row) -> tuple[Any, ...]:
+    return row.get("kind"), row["key"], row.get("repetition")

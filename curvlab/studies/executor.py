@@ -1,0 +1,184 @@
+"""Where the cells of a study run: here, one after the other; in processes; or in any given `Executor`.
+
+A study hands over functions and their arguments and takes results as they finish, so that each is in the
+store before the next one is waited for. Other places to run are added to `executors`: a frozen dataclass
+whose `start()` gives an `Executor`. A worker process that dies has its cells run again in a new pool.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+from curvlab.exceptions import SpecError
+from curvlab.registry import Registry
+
+__all__ = ["Done", "Place", "Process", "Serial", "SerialExecutor", "executors", "place_of", "run"]
+
+A = TypeVar("A")
+R = TypeVar("R")
+ATTEMPTS = 3
+
+
+class Place(Protocol):
+    """Something that starts executors; `window` is how many calls are handed over at a time (None: all)."""
+
+    in_process: ClassVar[bool]
+
+    @property
+    def window(self) -> int | None: ...
+
+    def start(self) -> Executor: ...
+
+
+class SerialExecutor(Executor):
+    """Runs each call when it is submitted, in this process."""
+
+    def submit(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> Future[R]:
+        """Run now; the future is done when this returns."""
+        future: Future[R] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+@dataclass(frozen=True)
+class Serial:
+    """One cell at a time, in this process: honest timings."""
+
+    in_process: ClassVar[bool] = True
+    window: ClassVar[int | None] = 1
+
+    def start(self) -> Executor:
+        """An executor that runs what it is given at once."""
+        return SerialExecutor()
+
+
+@dataclass(frozen=True)
+class Process:
+    """Several processes on this machine; cells that run at the same time slow each other down."""
+
+    in_process: ClassVar[bool] = False
+    workers: int = 2
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise SpecError(f"workers={self.workers}: at least one process is needed")
+
+    @property
+    def window(self) -> int | None:
+        """Twice the workers, so that none waits for work."""
+        return 2 * self.workers
+
+    def start(self) -> Executor:
+        """A pool of new processes: torch's threads do not survive a fork."""
+        return ProcessPoolExecutor(self.workers, mp_context=multiprocessing.get_context("spawn"))
+
+
+@dataclass(frozen=True)
+class Given:
+    """An executor that the caller has started and will end."""
+
+    executor: Executor
+    in_process: ClassVar[bool] = False
+    window: ClassVar[int | None] = None
+
+    def start(self) -> Executor:
+        """The executor itself."""
+        return self.executor
+
+
+executors: Registry[Any] = Registry("executor")
+executors.register("serial", Serial)
+executors.register("process", Process)
+
+
+def place_of(spec: str | Place | Executor) -> Place:
+    """The place of a spec such as `process[workers=4]`; a started executor passes as it is.
+
+    >>> place_of("process[workers=4]")
+    Process(workers=4)
+    """
+    if isinstance(spec, Executor):
+        return Given(spec)
+    made: Place = executors.make(spec)
+    return made
+
+
+@dataclass(frozen=True)
+class Done(Generic[A, R]):
+    """An argument with the result of its call, or with the error that ended it."""
+
+    argument: A
+    result: R | None = None
+    error: BaseException | None = None
+
+
+def run(
+    function: Callable[[A], R], arguments: Iterable[A], spec: str | Place | Executor
+) -> Iterator[Done[A, R]]:
+    """Call `function` with each argument, and give what came of it in the order the calls finish.
+
+    When a worker dies, what was under way runs again in new workers, one call at a time, so that the call
+    that ends its workers shows itself; after three of them it is given up.
+
+    >>> [done.result for done in run(abs, [-1, 2], "serial")]
+    [1, 2]
+    """
+    place = place_of(spec)
+    window = place.window
+    waiting = deque(_Call(argument) for argument in arguments)
+    while waiting:
+        executor = place.start()
+        try:
+            yield from _drain(function, waiting, executor, window)
+        finally:
+            if not isinstance(place, Given):
+                executor.shutdown(wait=True, cancel_futures=True)
+        window = 1
+
+
+@dataclass(eq=False)
+class _Call(Generic[A]):
+    argument: A
+    attempts: int = 0
+
+
+def _drain(
+    function: Callable[[A], R], waiting: deque[_Call[A]], executor: Executor, window: int | None
+) -> Iterator[Done[A, R]]:
+    """Hand over and take back until nothing waits, or the executor breaks: what it had then waits again."""
+    running: dict[Future[R], _Call[A]] = {}
+    try:
+        while waiting or running:
+            while waiting and (window is None or len(running) < window):
+                future = executor.submit(function, waiting[0].argument)
+                running[future] = waiting.popleft()
+            finished, _ = wait(running, return_when=FIRST_COMPLETED)
+            for future in finished:
+                done = _outcome(future, running[future].argument)
+                del running[future]
+                yield done
+    except BrokenExecutor as error:
+        calls = list(running.values())
+        for call in reversed(calls):
+            call.attempts += 1
+            waiting.appendleft(call)
+        if len(calls) == 1 and calls[0].attempts >= ATTEMPTS:
+            waiting.popleft()
+            yield Done(calls[0].argument, error=error)
+
+
+def _outcome(future: Future[R], argument: A) -> Done[A, R]:
+    try:
+        return Done(argument, future.result())
+    except BrokenExecutor:
+        raise
+    except Exception as error:
+        return Done(argument, error=error)
