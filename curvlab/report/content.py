@@ -14,6 +14,7 @@ from curvlab.report.figures import (
     pareto_scatter,
     residual_curves,
 )
+from curvlab.report.figures.axes import pairs_of
 from curvlab.report.recommend import Recommendation, recommend
 from curvlab.report.tables import (
     Table,
@@ -28,11 +29,22 @@ from curvlab.report.theme import Look, Theme
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from curvlab.studies.compare import Comparison
+    from curvlab.studies.comparison import Comparison
 
 __all__ = ["Content", "Drawing", "Section", "content_of"]
 
-FACTS = ("arch", "model", "activation", "data", "criterion", "batch", "alpha", "repetitions", "device", "dtype")
+FACTS = (
+    "arch",
+    "model",
+    "activation",
+    "data",
+    "criterion",
+    "batch",
+    "alpha",
+    "repetitions",
+    "device",
+    "dtype",
+)
 
 
 @dataclass(frozen=True)
@@ -68,6 +80,7 @@ class Content:
     answer: Recommendation
     sections: tuple[Section, ...]
     look: Callable[[Theme], Look]
+    names: tuple[str, ...]
 
 
 def content_of(comparison: Comparison) -> Content:
@@ -92,6 +105,7 @@ def content_of(comparison: Comparison) -> Content:
         answer=recommend(cells, comparison.errors, convergence),
         sections=tuple(section for section in sections if section is not None),
         look=lambda theme: Look.of_frames(*frames, theme=theme),
+        names=tuple(f"{provider} + {solver}" for provider, solver in pairs_of(cells)),
     )
 
 
@@ -110,8 +124,13 @@ def _pareto(comparison: Comparison) -> Section:
     )
     drawings = [Drawing("pareto", caption, lambda look: pareto_scatter(cells, look=look))]
     if cells["distance"].notna().any():
-        text = "The same against the distance of the step to the exact damped Newton step, where the solver counts too."
-        drawings.append(Drawing("newton", text, lambda look: pareto_scatter(cells, look=look, error="distance")))
+        text = (
+            "The same against the distance of the step to the exact damped Newton step, where the solver "
+            "counts too."
+        )
+        drawings.append(
+            Drawing("newton", text, lambda look: pareto_scatter(cells, look=look, error="distance"))
+        )
     return Section("front", "Cost against error", drawings=tuple(drawings))
 
 
@@ -120,8 +139,8 @@ def _errors(comparison: Comparison) -> Section | None:
     if errors.empty:
         return None
     caption = (
-        "Distance of each layer's curvature block to the absolute exact Hessian, ‖B̃ − |B|‖ in the Frobenius norm. "
-        "The colour is logarithmic: darker is worse. Total is the root of the sum of squares."
+        "Distance of each layer's curvature block to the absolute exact Hessian, ‖B̃ − |B|‖ in the Frobenius "
+        "norm. The colour is logarithmic: darker is worse. Total is the root of the sum of squares."
     )
     drawing = Drawing("errors", caption, lambda look: error_heatmap(errors, look=look))
     return Section("errors", "Error by layer", drawings=(drawing,), folded=(error_table(errors),))
@@ -129,11 +148,13 @@ def _errors(comparison: Comparison) -> Section | None:
 
 def _costs(comparison: Comparison) -> Section:
     caption = (
-        "Median time of one step: estimate the curvature, prepare the solver (all that needs only the matrix), "
-        "apply it to a gradient. Repetitions are interleaved over the pairs."
+        "Median time of one step: estimate the curvature, prepare the solver (all that needs only the "
+        "matrix), apply it to a gradient. Repetitions are interleaved over the pairs."
     )
     return Section(
-        "time", "Time", drawings=(Drawing("time", caption, lambda look: cost_bars(comparison.cells, look=look)),)
+        "time",
+        "Time",
+        drawings=(Drawing("time", caption, lambda look: cost_bars(comparison.cells, look=look)),),
     )
 
 
@@ -141,11 +162,13 @@ def _memory(comparison: Comparison) -> Section | None:
     if not comparison.cells["peak_bytes"].notna().any():
         return None
     caption = (
-        "Peak of live tensor bytes beyond model and data, what the result holds on to, and the peak that planning on "
-        "fake tensors predicts."
+        "Peak of live tensor bytes, what the result holds on to, and the peak that planning on fake tensors "
+        "predicts."
     )
     return Section(
-        "memory", "Memory", drawings=(Drawing("memory", caption, lambda look: memory_bars(comparison.cells, look=look)),)
+        "memory",
+        "Memory",
+        drawings=(Drawing("memory", caption, lambda look: memory_bars(comparison.cells, look=look)),),
     )
 
 
@@ -177,15 +200,18 @@ def _residuals(comparison: Comparison) -> Section | None:
     if traces.empty:
         return None
     caption = (
-        "Relative residual of each iterative solver in its own system, the largest over the blocks. Systems differ "
-        "between solvers; the table has the residual in one common system."
+        "Relative residual of each iterative solver in its own system, the largest over the blocks. Systems "
+        "differ between solvers; the table has the residual in one common system."
     )
     drawing = Drawing("residuals", caption, lambda look: residual_curves(traces, look=look))
     return Section("residuals", "Residual by iteration", drawings=(drawing,))
 
 
 def _all_pairs(comparison: Comparison) -> Section:
-    text = "Medians, with the interquartile range in brackets. Newton: the exact damped Newton direction of the same blocks."
+    text = (
+        "Medians, with the interquartile range in brackets. Newton: the exact damped Newton direction of the "
+        "same blocks."
+    )
     return Section("pairs", "All numbers", text, tables=(cell_table(comparison.cells),))
 
 
@@ -196,12 +222,21 @@ def _warnings(comparison: Comparison) -> Section | None:
 
 def _left_out(comparison: Comparison) -> Section | None:
     table = left_out_table(comparison.cells)
+    listed = {f"{row[0].text} + {row[1].text}: {row[3].text}" for row in table.rows}
+    others = tuple(failure for failure in comparison.failures if failure not in listed)
+    if not table.rows and not others:
+        return None
     text = "A pair that does not exist is skipped and is no failure; a failed one did not stop the others."
-    return Section("left-out", "Failed and skipped", text, tables=(table,)) if table.rows else None
+    return Section(
+        "left-out", "Failed and skipped", text, tables=(table,) if table.rows else (), notes=others
+    )
 
 
 def _environment(comparison: Comparison) -> Section:
-    tables = (mapping_table("Configuration", comparison.config), mapping_table("Environment", comparison.environment))
+    tables = (
+        mapping_table("Configuration", comparison.config),
+        mapping_table("Environment", comparison.environment),
+    )
     return Section(
         "again",
         "Run it again",

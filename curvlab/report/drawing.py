@@ -35,7 +35,7 @@ def svg(ax: Axes, name: str, description: str) -> Markup:
     (True, True)
     """
     buffer = io.StringIO()
-    with mpl.rc_context(SETTINGS):
+    with mpl.rc_context(SETTINGS):  # type: ignore[arg-type]
         _save(ax, buffer, format="svg", metadata=NO_METADATA, transparent=True)
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
@@ -44,8 +44,9 @@ def svg(ax: Axes, name: str, description: str) -> Markup:
         text = text.replace(colour, f"var(--{variable})")
     text = re.sub(r'\bid="', f'id="{name}-', text)
     text = re.sub(r'(href="#|url\(#)', rf"\g<1>{name}-", text)
-    text = re.sub(r"<svg ", Markup('<svg role="img" aria-label="{}" ').format(description), text, count=1)
-    return Markup(text)
+    inches = ax.get_figure(root=True).get_figwidth()  # type: ignore[union-attr]
+    opening = Markup('<svg role="img" aria-label="{}" style="--inches: {:.2f}" ').format(description, inches)
+    return Markup(text.replace("<svg ", opening, 1))
 
 
 def png(ax: Axes, dots_per_inch: int = 150) -> bytes:

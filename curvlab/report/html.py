@@ -1,23 +1,28 @@
 """The report as one HTML file that needs nothing else: styles, script and figures are inside.
 
-All text is escaped by the template; a content policy forbids every request and every script but the page's own.
+All text is escaped by the template; a content policy forbids every request, and every script but the
+page's own.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import re
+from collections.abc import Sequence
 from importlib import resources
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from curvlab import __version__
 from curvlab.report.content import Content
 from curvlab.report.drawing import svg
 from curvlab.report.theme import DARK, LIGHT, PAGE, Theme
 
-__all__ = ["html_page"]
+__all__ = ["html_page", "marked"]
+
+LONGEST_UNBROKEN = 34  # a longer name may break, or it would leave a phone's screen
 
 
 def html_page(content: Content) -> str:
@@ -29,6 +34,7 @@ def html_page(content: Content) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["marked"] = marked
     look = content.look(PAGE)
     script = _asset("sort.js")
     return environment.get_template("report.html.j2").render(
@@ -45,6 +51,31 @@ def html_page(content: Content) -> str:
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         version=__version__,
     )
+
+
+def marked(text: str, names: Sequence[str] = ()) -> Markup:
+    r"""Escaped text in which `code` is code, pairs stand out whole and numbers keep their units.
+
+    >>> str(marked("Use `a` <b>"))
+    'Use <code>a</code> &lt;b&gt;'
+    >>> str(marked("a-b + c: 2 ms", ["a-b + c"]))
+    '<span class="pair">a-b + c</span>: 2\xa0ms'
+    """
+    whole = sorted((name for name in names if len(name) <= LONGEST_UNBROKEN), key=len, reverse=True)
+    pattern = "|".join(["`[^`]+`", *(rf"(?<![\w-]){re.escape(name)}(?![\w\[-])" for name in whole)])
+    result, end = Markup(), 0
+    for match in re.finditer(pattern, text):
+        code = match[0].startswith("`") and match[0] not in whole
+        template = Markup("<code>{}</code>" if code else '<span class="pair">{}</span>')
+        result += _spaced(text[end : match.start()]) + template.format(
+            match[0].strip("`") if code else match[0]
+        )
+        end = match.end()
+    return result + _spaced(text[end:])
+
+
+def _spaced(text: str) -> Markup:
+    return escape(re.sub(r"(?<=\d) (?=(%|×|[µm]?s|[kMGT]?B)(\W|$))", "\xa0", text))
 
 
 def _asset(name: str) -> str:

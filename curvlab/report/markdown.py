@@ -19,7 +19,7 @@ def markdown_page(content: Content) -> str:
     """The Markdown text; figures are at `figures/<name>.png`."""
     environment = Environment(
         loader=PackageLoader("curvlab.report"),
-        autoescape=False,  # noqa: S701  # Markdown has its own escapes: `finalize` puts them on every value
+        autoescape=False,  # Markdown has its own escapes: `finalize` puts them on every value
         finalize=_finalize,
         undefined=StrictUndefined,
         trim_blocks=True,

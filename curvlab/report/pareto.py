@@ -66,8 +66,8 @@ def candidates(cells: pd.DataFrame, error: str = "error_relative") -> list[Candi
 def front(pairs: Sequence[Candidate]) -> list[Candidate]:
     """The pairs that no other beats on both axes, cheapest first.
 
-    A pair that is cheaper only within the noise than a more accurate one is not on the front: walking from the
-    most accurate to the cheapest, each must be cheaper than the last kept by more than the noise.
+    A pair that is cheaper only within the noise than a more accurate one is not on the front: walking from
+    the most accurate to the cheapest, each must be cheaper than the last kept by more than the noise.
 
     >>> front([Candidate("a", "s", 1.0, 0.1, 0.5), Candidate("b", "s", 1.05, 0.1, 0.2)])
     [Candidate(provider='b', solver='s', cost=1.05, spread=0.1, error=0.2)]
@@ -85,7 +85,10 @@ def level_with(pair: Candidate, pairs: Sequence[Candidate]) -> list[Candidate]:
     return [
         other
         for other in pairs
-        if other != pair and other.same_cost(pair) and not pair.better_error(other) and _comparable(pair, other)
+        if other != pair
+        and other.same_cost(pair)
+        and not pair.better_error(other)
+        and _comparable(pair, other)
     ]
 
 

@@ -1,8 +1,8 @@
 """The answer in words: which pair of provider and solver the measurements speak for, and how firmly.
 
 Cost is the median of estimate + prepare + apply, error the provider's total relative error against the exact
-Hessian. Of the Pareto front the pair with the smallest product cost × max(error, 1 %) is suggested: ten per cent
-more time for ten per cent less error is an even trade. Where training was measured, the lowest loss decides.
+Hessian. Of the Pareto front the pair with the smallest product cost × max(error, 1 %) is suggested: twice
+the time for half the error is an even trade. Where training was measured, the lowest loss decides.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ def recommend(
     trained = _trained(best, convergence)
     directions = front(candidates(cells, "distance"))
     paragraphs = [
+        *_chosen(best, pairs, convergence),
         _why(best, ahead, pairs),
         *_ties(best, level),
         *_alternatives(best, ahead),
         *_worst_layer(best, errors),
         _directions(cells, directions),
-        *training_words(runs(convergence)),
         *_unknown_errors(pairs),
         *_left_out(cells),
         _hedge(cells),
@@ -109,7 +109,9 @@ def _headline(best: Candidate, level: Sequence[Candidate], pairs: Sequence[Candi
     if len(pairs) == 1:
         return f"Only {best.name} finished: there is nothing to compare it with."
     if level:
-        return f"Use {listed([best.name, *(pair.name for pair in level)], 'or')}: there is {NOISE} between them."
+        return (
+            f"Use {listed([best.name, *(pair.name for pair in level)], 'or')}: there is {NOISE} between them."
+        )
     return f"Use {best.name}."
 
 
@@ -133,18 +135,41 @@ def _trained(best: Candidate, convergence: pd.DataFrame | None) -> tuple[str, tu
         return f"{text}: in training it is too close to call against {listed(rivals)}.", pair
     if pair == _key(best):
         return f"{text}: it has the best trade of cost against error, and the lowest loss in training.", pair
-    return f"{text}: it trained to the lowest loss, though {best.name} has the better trade of cost and error.", pair
+    return (
+        f"{text}: it trained to the lowest loss, though {best.name} has the better trade of cost and error.",
+        pair,
+    )
+
+
+def _chosen(best: Candidate, pairs: Sequence[Candidate], convergence: pd.DataFrame | None) -> list[str]:
+    """What training shows and, where it decides for another pair than `best`, what that one costs."""
+    words = training_words(runs(convergence))
+    trained = _trained(best, convergence)
+    if trained is None or trained[1] == _key(best):
+        return words
+    chosen = [f"{_cost_and_error(pair)}." for pair in pairs if _key(pair) == trained[1]]
+    return [*words, *chosen, "By cost and error alone it would be another pair:"]
+
+
+def _cost_and_error(pair: Candidate) -> str:
+    cost = f"{pair.name} takes {_cost(pair)} for estimate, prepare and apply"
+    if math.isnan(pair.error):
+        return cost
+    return f"{cost}, and its curvature is {percent(pair.error)} from the exact Hessian"
 
 
 def _why(best: Candidate, ahead: Sequence[Candidate], pairs: Sequence[Candidate]) -> str:
-    cost = f"{best.name} takes {_cost(best)} for estimate, prepare and apply"
     if math.isnan(best.error):
-        return f"{cost}, the least of all; no error is known, so only cost is compared."
-    text = f"{cost}, and its curvature is {percent(best.error)} from the exact Hessian."
+        return f"{_cost_and_error(best)}, the least of all; no error is known, so only cost is compared."
+    text = f"{_cost_and_error(best)}."
     if len(pairs) == 1:
         return text
     if len(ahead) == 1:
-        return f"{text} No other of the {len(pairs)} pairs is both cheaper and more accurate, beyond the noise."
+        cheaper = [pair for pair in pairs if pair.cost < best.cost and not pair.same_cost(best)]
+        none = (
+            "None" if cheaper else f"No other of the {len(pairs)} pairs is cheaper beyond the noise, and none"
+        )
+        return f"{text} {none} is more accurate."
     rest = f"Of the {len(ahead)} pairs on the Pareto front of cost against error ({_front_words(ahead)})"
     return f"{text} {rest} it has the smallest product of the two (errors under 1 % count as 1 %)."
 
@@ -166,22 +191,31 @@ def _alternatives(best: Candidate, ahead: Sequence[Candidate]) -> list[str]:
     cheapest, finest = ahead[0], ahead[-1]
     if cheapest != best:
         ratio = digits(best.cost / cheapest.cost, 2)
-        words.append(f"If time is all that counts: {cheapest.name}, {ratio} × cheaper, {percent(cheapest.error)} off.")
+        words.append(
+            f"If time is all that counts: {cheapest.name}, {ratio} × cheaper, {percent(cheapest.error)} off."
+        )
     if finest != best:
         ratio = digits(finest.cost / best.cost, 2)
-        words.append(f"If accuracy is all that counts: {finest.name}, {percent(finest.error)} off at {ratio} × the time.")
+        words.append(
+            f"If accuracy is all that counts: {finest.name}, {percent(finest.error)} off at {ratio} × "
+            "the time."
+        )
     return [" ".join(words)] if words else []
 
 
 def _worst_layer(best: Candidate, errors: pd.DataFrame | None) -> list[str]:
     if errors is None or errors.empty:
         return []
-    own = errors[(errors["provider"] == best.provider) & (errors["layer"] != "Total") & errors["error"].notna()]
+    own = errors[
+        (errors["provider"] == best.provider) & (errors["layer"] != "Total") & errors["error"].notna()
+    ]
     if len(own) < 2 or float(own["error"].max()) == 0:
         return []
-    worst = own.loc[own["error"].idxmax()]
+    worst = own.iloc[int(own["error"].to_numpy().argmax())]
     share = float(worst["error"]) ** 2 / float((own["error"] ** 2).sum())
-    return [f"Its error is largest at layer {worst['layer']}, which has {percent(share)} of the squared total."]
+    return [
+        f"Its error is largest at layer {worst['layer']}, which has {percent(share)} of the squared total."
+    ]
 
 
 def _directions(cells: pd.DataFrame, directions: Sequence[Candidate]) -> str:
@@ -226,8 +260,8 @@ def _hedge(cells: pd.DataFrame) -> str:
             "nothing. Errors are those of one batch at one set of parameters."
         )
     return (
-        "Times are medians on this machine; two count as different only where the medians differ by more than "
-        "the larger interquartile range. Errors are those of one batch at one set of parameters."
+        "Times are medians on this machine; two count as different only where the medians differ by more "
+        "than the larger interquartile range. Errors are those of one batch at one set of parameters."
     )
 
 

@@ -9,9 +9,17 @@ from typing import Any
 
 import pandas as pd
 
-from curvlab.report.numbers import MISSING, byte_unit, digits, percent, second_unit
+from curvlab.report.numbers import MISSING, Unit, byte_unit, digits, percent, second_unit
 
-__all__ = ["Entry", "Table", "cell_table", "convergence_table", "error_table", "left_out_table", "mapping_table"]
+__all__ = [
+    "Entry",
+    "Table",
+    "cell_table",
+    "convergence_table",
+    "error_table",
+    "left_out_table",
+    "mapping_table",
+]
 
 
 @dataclass(frozen=True)
@@ -43,8 +51,8 @@ def cell_table(cells: pd.DataFrame) -> Table:
     >>> [entry.text for entry in cell_table(frame).rows[0]]
     ['pch-1', 'kfi', 'ok', '2.00']
     """
-    time = second_unit(cells["total_seconds"] if "total_seconds" in cells else [])
-    memory = byte_unit(cells["peak_bytes"] if "peak_bytes" in cells else [])
+    time = second_unit(cells.get("total_seconds", []))
+    memory = byte_unit(cells.get("peak_bytes", []))
     columns = [
         ("provider", _text("provider", "provider")),
         ("solver", _text("solver", "solver")),
@@ -136,14 +144,15 @@ def _number(head: str, column: str, show: Callable[[float], str] = digits) -> Co
     return head, True, entry
 
 
-def _spread(head: str, column: str, spread: str, show: Callable[[float], str]) -> Column:
+def _spread(head: str, column: str, spread: str, unit: Unit) -> Column:
     """A median with its interquartile range behind it."""
 
     def entry(row: pd.Series) -> Entry:
         value, width = _float(row[column]), _float(row.get(spread, math.nan))
         if math.isnan(value):
             return Entry(MISSING, value)
-        return Entry(show(value) if math.isnan(width) else f"{show(value)} ({show(width)})", value)
+        shown = "" if math.isnan(width) else f" ({digits(width / unit.size, 2)})"
+        return Entry(unit(value) + shown, value)
 
     return head, True, entry
 

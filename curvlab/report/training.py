@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from curvlab.report.numbers import digits, second_words
-from curvlab.report.words import listed, sentence
+from curvlab.report.words import counted, listed, sentence
 
 __all__ = ["CLOSE", "Run", "leaders", "runs", "training_words"]
 
@@ -22,7 +22,10 @@ CLOSE = 0.05
 
 @dataclass(frozen=True)
 class Run:
-    """One optimizer's run: its loss after the last epoch and, for all runs alike, after `budget` seconds."""
+    """One optimizer's run: its loss at the end, and when the quickest run of all was done.
+
+    The latter is that of the last epoch it had finished by then, NaN for none.
+    """
 
     optimizer: str
     provider: str
@@ -42,14 +45,19 @@ def runs(convergence: pd.DataFrame | None) -> list[Run]:
     """One `Run` for each optimizer in the frame; a run that failed or diverged has a loss of NaN."""
     if convergence is None or convergence.empty:
         return []
-    groups = [(str(name), group.sort_values("epoch")) for name, group in convergence.groupby("optimizer", sort=False)]
+    groups = [
+        (str(name), group.sort_values("epoch"))
+        for name, group in convergence.groupby("optimizer", sort=False)
+    ]
     budget = min((_end(group) for _, group in groups if math.isfinite(_loss(group))), default=math.nan)
     return [_run(name, group, budget) for name, group in groups]
 
 
 def leaders(found: Sequence[Run], column: str = "loss") -> list[Run]:
     """The runs whose loss is within five per cent of the lowest, the lowest first."""
-    finite = sorted((run for run in found if math.isfinite(getattr(run, column))), key=lambda run: getattr(run, column))
+    finite = sorted(
+        (run for run in found if math.isfinite(getattr(run, column))), key=lambda run: getattr(run, column)
+    )
     if not finite:
         return []
     lowest = getattr(finite[0], column)
@@ -65,17 +73,19 @@ def training_words(found: Sequence[Run]) -> list[str]:
     lost = [run.optimizer for run in found if not run.finished]
     if lost:
         words.append(sentence(f"{listed(lost)} failed or diverged in training"))
-    return [" ".join(words)]
+    return [" ".join(filter(None, words))]
 
 
 def _by_epochs(best: Sequence[Run], found: Sequence[Run]) -> str:
     first = best[0]
+    epochs = counted(int(first.epochs), "epoch")
     text = (
-        f"In training for {digits(first.epochs)} epochs, one run each, {first.optimizer} reached the lowest "
-        f"training loss, {digits(first.loss)} in {second_words(first.seconds)}"
+        f"In training for {epochs}, one run each, {first.optimizer} reached the lowest training loss, "
+        f"{digits(first.loss)} in {second_words(first.seconds)}"
     )
     if best[1:]:
-        text += f"; {listed([run.optimizer for run in best[1:]])} came within {CLOSE:.0%}, too close to call"
+        rivals = listed([run.optimizer for run in best[1:]])
+        text += f"; {rivals} came within {100 * CLOSE:g} %, too close to call"
     text += "."
     baselines = [run for run in found if not run.provider and run.finished and run not in best]
     if baselines:
@@ -85,17 +95,19 @@ def _by_epochs(best: Sequence[Run], found: Sequence[Run]) -> str:
 
 
 def _by_seconds(best: Sequence[Run], found: Sequence[Run]) -> str:
-    budget = min(run.seconds for run in found if run.finished)
-    if not best:
-        return ""
-    text = f"Within the {second_words(budget)} of the quickest run, {best[0].optimizer} was lowest"
+    quickest = min((run for run in found if run.finished), key=lambda run: run.seconds)
+    within = [run for run in found if math.isfinite(run.loss_in_budget)]
+    budget = f"{second_words(quickest.seconds)} of the quickest run, {quickest.optimizer}"
+    if len(within) < 2:
+        return f"Within the {budget}, no other had finished an epoch." if len(found) > 1 else ""
+    text = f"Within the {budget}, {len(within)} runs had finished an epoch; {best[0].optimizer} was lowest"
     if best[1:]:
         text += f", with {listed([run.optimizer for run in best[1:]])} too close to call"
     return text + f" ({digits(best[0].loss_in_budget)})."
 
 
 def _run(name: str, group: pd.DataFrame, budget: float) -> Run:
-    within = group[group["seconds"] <= budget]
+    within = group[(group["seconds"] <= budget) & (group["epoch"] > 0)]
     return Run(
         optimizer=name,
         provider=_text(group, "provider"),

@@ -14,7 +14,7 @@ from curvlab.report.theme import LIGHT
 from curvlab.studies.files import write_text_atomic
 
 if TYPE_CHECKING:
-    from curvlab.studies.compare import Comparison
+    from curvlab.studies.comparison import Comparison
 
 __all__ = ["write_report"]
 
@@ -39,6 +39,6 @@ def _write_bytes(path: Path, data: bytes) -> None:
         path.write_bytes(data)
     except OSError as error:
         raise StoreError(
-            f"cannot write {path}: {error.strerror}; free space or choose another folder, then render again with "
-            "`curvlab report`. The results are whole"
+            f"cannot write {path}: {error.strerror}; free space or choose another folder, then render again "
+            "with `curvlab report`. The results are whole"
         ) from error

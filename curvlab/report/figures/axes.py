@@ -55,7 +55,7 @@ def dress(ax: Axes, look: Look, *, grid: str = "both") -> Axes:
     for label in (ax.xaxis.label, ax.yaxis.label):
         label.set(color=theme.ink, fontsize=FONT)
     for text in ax.findobj(Text):
-        text.set_parse_math(False)  # type: ignore[attr-defined]  # a name of the user's may have dollars in it
+        text.set_parse_math(False)  # a name of the user's may have dollars in it
     return ax
 
 
@@ -65,7 +65,16 @@ def empty(ax: Axes, look: Look, reason: str) -> Axes:
     ax.set(xticks=[], yticks=[])
     for spine in ax.spines.values():
         spine.set_visible(False)
-    ax.text(0.5, 0.5, reason, transform=ax.transAxes, ha="center", va="center", color=look.theme.muted, fontsize=FONT)
+    ax.text(
+        0.5,
+        0.5,
+        reason,
+        transform=ax.transAxes,
+        ha="center",
+        va="center",
+        color=look.theme.muted,
+        fontsize=FONT,
+    )
     return ax
 
 
@@ -92,7 +101,7 @@ def handles(look: Look, providers: Iterable[str], solvers: Iterable[str], *, lin
             color=ink,
             marker=look.marker(name),
             markersize=4.5,
-            linestyle=look.line(name) if lines else "none",
+            linestyle=look.line(name) if lines else "none",  # type: ignore[arg-type]
             linewidth=1.4,
             label=shorten(name),
         )
@@ -101,12 +110,13 @@ def handles(look: Look, providers: Iterable[str], solvers: Iterable[str], *, lin
     return swatches + marks
 
 
-def legend(ax: Axes, look: Look, entries: Sequence[Artist]) -> None:
-    """A legend to the right of the axes, where it covers nothing."""
+def legend(ax: Axes, look: Look, entries: Sequence[Artist], *, columns: int = 0) -> None:
+    """A legend where it covers nothing: to the right of the axes, or below them in `columns`."""
+    below = {"loc": "upper left", "bbox_to_anchor": (0.0, -0.16), "ncols": columns, "columnspacing": 1.4}
+    beside = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0)}
     box = ax.legend(
         handles=list(entries),
-        loc="upper left",
-        bbox_to_anchor=(1.01, 1.0),
+        **(below if columns else beside),
         frameon=False,
         fontsize=FONT,
         labelcolor=look.theme.ink,
@@ -114,7 +124,7 @@ def legend(ax: Axes, look: Look, entries: Sequence[Artist]) -> None:
         borderaxespad=0.0,
     )
     for text in box.get_texts():
-        text.set_parse_math(False)  # type: ignore[attr-defined]
+        text.set_parse_math(False)
 
 
 def pairs_of(frame: pd.DataFrame) -> list[tuple[str, str]]:
@@ -130,4 +140,8 @@ def shorten(name: str) -> str:
 
 def _tick(value: float) -> str:
     text = digits(value, 2)
-    return text.rstrip("0").rstrip(".") if "." in text and "e" not in text else text.replace(".0e", "e")
+    return (
+        text.rstrip("0").rstrip(".")
+        if "." in text and "e" not in text
+        else text.replace(".0e", "e").replace("e-0", "e-")
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -38,6 +38,7 @@ def cost_bars(cells: pd.DataFrame, ax: Axes | None = None, look: Look | None = N
     unit = second_unit(shown["total_seconds"])
     rows, colours = np.arange(len(shown)), [look.colour(str(name)) for name in shown["provider"]]
     left = np.zeros(len(shown))
+    _blank(ax, look, shown["total_seconds"].to_numpy() / unit.size)
     for phase, strength in PHASES.items():
         width = shown[f"{phase}_seconds"].fillna(0).to_numpy() / unit.size
         ax.barh(rows, width, HEIGHT, left, color=colours, alpha=strength)
@@ -48,7 +49,11 @@ def cost_bars(cells: pd.DataFrame, ax: Axes | None = None, look: Look | None = N
     _numbers(ax, look, np.maximum(total + half, left), total)
     _finish(ax, look, shown, f"median time ({unit.name})")
     shades = [Patch(color=look.theme.ink, alpha=strength, label=phase) for phase, strength in PHASES.items()]
-    legend(ax, look, [*shades, Line2D([], [], color=look.theme.ink, linewidth=1, label="interquartile\nrange of total")])
+    legend(
+        ax,
+        look,
+        [*shades, Line2D([], [], color=look.theme.ink, linewidth=1, label="interquartile\nrange of total")],
+    )
     return ax
 
 
@@ -66,9 +71,15 @@ def memory_bars(cells: pd.DataFrame, ax: Axes | None = None, look: Look | None =
     unit = byte_unit(shown["peak_bytes"])
     rows, colours = np.arange(len(shown)), [look.colour(str(name)) for name in shown["provider"]]
     peak, held, planned = (_scaled(shown[f"{name}_bytes"], unit) for name in ("peak", "held", "planned"))
+    _blank(ax, look, peak)
     ax.barh(rows, peak, HEIGHT, color=colours, alpha=0.45)
     ax.barh(rows, np.nan_to_num(held), HEIGHT, color=colours)
-    diamond = {"marker": "D", "markersize": 5, "markerfacecolor": look.theme.paper, "markeredgecolor": look.theme.ink}
+    diamond: dict[str, Any] = {
+        "marker": "D",
+        "markersize": 5,
+        "markerfacecolor": look.theme.paper,
+        "markeredgecolor": look.theme.ink,
+    }
     ax.plot(planned, rows, linestyle="none", **diamond)
     _numbers(ax, look, np.fmax(peak, planned), peak)
     _finish(ax, look, shown, f"memory ({unit.name})")
@@ -82,9 +93,16 @@ def memory_bars(cells: pd.DataFrame, ax: Axes | None = None, look: Look | None =
     return ax
 
 
-def _start(cells: pd.DataFrame, column: str, ax: Axes | None, look: Look | None) -> tuple[pd.DataFrame, Axes, Look]:
+def _start(
+    cells: pd.DataFrame, column: str, ax: Axes | None, look: Look | None
+) -> tuple[pd.DataFrame, Axes, Look]:
     shown = cells[(cells["status"] == "ok") & cells[column].notna()]
     return shown, get_axes(ax, 8.2, 1.0 + 0.26 * max(len(shown), 3)), look_of(look, cells)
+
+
+def _blank(ax: Axes, look: Look, lengths: np.ndarray) -> None:
+    """Paper under translucent bars, so that the grid does not show through."""
+    ax.barh(np.arange(len(lengths)), lengths, HEIGHT, color=look.theme.paper)
 
 
 def _scaled(values: pd.Series, unit: Unit) -> np.ndarray:
@@ -94,12 +112,22 @@ def _scaled(values: pd.Series, unit: Unit) -> np.ndarray:
 def _numbers(ax: Axes, look: Look, ends: np.ndarray, values: np.ndarray) -> None:
     """Each total in figures behind its bar."""
     for row, (end, value) in enumerate(zip(ends, values, strict=True)):
-        place = {"xy": (end, row), "xytext": (6, 0), "textcoords": "offset points", "va": "center"}
-        ax.annotate(digits(value), **place, color=look.theme.muted, fontsize=FONT - 1)
+        ax.annotate(
+            digits(value),
+            (end, row),
+            xytext=(6, 0),
+            textcoords="offset points",
+            va="center",
+            color=look.theme.muted,
+            fontsize=FONT - 1,
+        )
 
 
 def _finish(ax: Axes, look: Look, shown: pd.DataFrame, label: str) -> None:
-    names = [shorten(f"{provider} + {solver}") for provider, solver in zip(shown["provider"], shown["solver"], strict=True)]
+    names = [
+        shorten(f"{provider} + {solver}")
+        for provider, solver in zip(shown["provider"], shown["solver"], strict=True)
+    ]
     ax.set_yticks(np.arange(len(shown)), names)
     ax.invert_yaxis()
     ax.margins(x=0.09, y=0.02)

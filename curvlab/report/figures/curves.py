@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["convergence_curves", "residual_curves"]
 
-SIZE = (6.6, 3.6)
+SIZE = (5.0, 4.2)
+COLUMNS = 3  # of the legend, below: curves stand in pairs, and a legend beside them would halve them
 LABELS = {
     "epoch": "epoch",
     "seconds": "training time (s)",
@@ -62,20 +63,24 @@ def convergence_curves(
     dress(ax, look)
     pairs = known[known["provider"].fillna("") != ""]
     second_order = handles(look, _ordered(pairs, "provider"), _ordered(pairs, "solver"), lines=True)
-    legend(ax, look, second_order + baselines)
+    legend(ax, look, second_order + baselines, columns=COLUMNS)
     return ax
 
 
 def residual_curves(traces: pd.DataFrame, ax: Axes | None = None, look: Look | None = None) -> Axes:
-    """The largest relative residual over the blocks against the iteration; a block that is done keeps its last.
+    """The largest relative residual over the blocks, by iteration; a block that is done keeps its last.
 
     >>> frame = pd.DataFrame({"provider": "pch-1", "solver": "cg", "block": ["a", "a", "b"],
     ...     "iteration": [0, 1, 0], "residual": [1.0, 0.1, 0.5]})
     >>> residual_curves(frame).lines[0].get_ydata().tolist()
     [1.0, 0.5]
     """
-    ax, look = get_axes(ax, *SIZE), look_of(look, traces)
-    known = traces[np.isfinite(traces["residual"].astype(float)) & (traces["residual"] > 0)] if len(traces) else traces
+    ax, look = get_axes(ax, 8.2, 3.8), look_of(look, traces)
+    known = (
+        traces[np.isfinite(traces["residual"].astype(float)) & (traces["residual"] > 0)]
+        if len(traces)
+        else traces
+    )
     if known.empty:
         return empty(ax, look, "no iterative solver ran")
     for (provider, solver), group in known.groupby(["provider", "solver"], sort=False):
@@ -98,7 +103,12 @@ def _runs(known: pd.DataFrame, look: Look) -> Iterator[tuple[str, pd.DataFrame, 
         if provider:
             style = _style(look, provider, solver, len(group))
         else:
-            style = {"color": look.theme.muted, "linestyle": LINES[baselines % len(LINES)], "linewidth": 2.4, "alpha": 0.8}
+            style = {
+                "color": look.theme.muted,
+                "linestyle": LINES[baselines % len(LINES)],
+                "linewidth": 2.4,
+                "alpha": 0.8,
+            }
             baselines += 1
         yield str(name), group.sort_values("epoch"), style
 

@@ -1,4 +1,4 @@
-"""Error by layer and provider, in the layout of the paper's Table 2: ‖B̃^t - |B^t|‖_F, layers down, providers across."""
+"""Error by layer and provider, ‖B̃^t - |B^t|‖_F: layers down, providers across, as in the paper's Table 2."""
 
 from __future__ import annotations
 
@@ -70,4 +70,6 @@ def _draw(ax: Axes, look: Look, values: np.ndarray) -> None:
         cbar=False,
     )
     for row, column in np.argwhere(np.isnan(values)):
-        ax.text(column + 0.5, row + 0.5, MISSING, ha="center", va="center", color=look.theme.muted, fontsize=FONT)
+        ax.text(
+            column + 0.5, row + 0.5, MISSING, ha="center", va="center", color=look.theme.muted, fontsize=FONT
+        )

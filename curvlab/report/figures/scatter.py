@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from curvlab.report.figures.axes import FONT, dress, empty, get_axes, handles, legend, log_axis, look_of, shorten
+from curvlab.report.figures.axes import (
+    FONT,
+    dress,
+    empty,
+    get_axes,
+    handles,
+    legend,
+    log_axis,
+    look_of,
+    shorten,
+)
 from curvlab.report.numbers import Unit, second_unit
 from curvlab.report.pareto import Candidate, candidates, front
 from curvlab.report.theme import Look
@@ -22,6 +32,7 @@ LABELS = {
     "error_relative": "relative error of the curvature (%)",
     "distance": "relative distance to the exact damped Newton direction (%)",
 }
+LETTER = 6.2  # points of a bold letter, on average
 WIDE = 6.0  # a range of more than this factor is drawn on a logarithmic axis
 
 
@@ -48,7 +59,9 @@ def pareto_scatter(
     _scales(ax, pairs)
     dress(ax, look)
     _name_points(ax, look, ahead, unit)
-    providers, solvers = (list(dict.fromkeys(getattr(pair, what) for pair in pairs)) for what in ("provider", "solver"))
+    providers, solvers = (
+        list(dict.fromkeys(getattr(pair, what) for pair in pairs)) for what in ("provider", "solver")
+    )
     legend(ax, look, handles(look, providers, solvers, lines=False))
     return ax
 
@@ -88,16 +101,19 @@ def _scales(ax: Axes, pairs: Sequence[Candidate]) -> None:
 
 
 def _name_points(ax: Axes, look: Look, ahead: Sequence[Candidate], unit: Unit) -> None:
-    """The names on the front, each on the side where there is room."""
+    """The names on the front, to the left, where nothing is cheaper; above where the left has no room."""
+    inches = ax.get_window_extent().width / ax.figure.dpi
     for pair in ahead:
-        place = pair.cost / unit.size, 100 * pair.error
-        right = ax.transAxes.inverted().transform(ax.transData.transform(place))[0] < 0.6
+        place, name = (pair.cost / unit.size, 100 * pair.error), shorten(pair.name)
+        room = ax.transAxes.inverted().transform(ax.transData.transform(place))[0] * inches * 72
+        left = room > LETTER * len(name) + 10
         ax.annotate(
-            shorten(pair.name),
+            name,
             place,
-            xytext=(7 if right else -7, 7),
+            xytext=(-8, 0) if left else (0, 8),
             textcoords="offset points",
-            ha="left" if right else "right",
+            ha="right" if left else "left",
+            va="center" if left else "bottom",
             fontsize=FONT,
             fontweight="bold",
             color=look.theme.ink,

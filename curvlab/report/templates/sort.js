@@ -1,8 +1,10 @@
 "use strict";
 // Sort a table by the column whose head is clicked: numbers by value, text by name, unknown values last.
+// The second column of a wide table sticks beside the first, whose width only the browser knows.
 for (const table of document.querySelectorAll("table.sortable")) {
   const heads = [...table.tHead.rows[0].cells];
   const body = table.tBodies[0];
+  table.style.setProperty("--first", `${heads[0].offsetWidth}px`);
   const key = (row, column) => {
     const cell = row.cells[column];
     return "value" in cell.dataset ? Number(cell.dataset.value) : cell.textContent.trim();
