@@ -13,10 +13,15 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Test workers and benchmarks share the cores: one thread each, or they fight over them.
 ONE_THREAD := OMP_NUM_THREADS=1
+ASV_QUICK  := $(ONE_THREAD) $(BIN)/asv run --quick --show-stderr --python=same
+# What `make bench` runs, as regular expressions over names with parameters: costs on the networks that
+# take milliseconds, the memory of a step on the one that takes seconds, and the ratios on all three.
+BENCH  ?= ^(?!.*(accelerator|imagenet10|Ratio)) Step.track_peak_bytes.*imagenet10.*cpu
+RATIOS ?= cpu
 say = @printf '==> %s\n'
 
 .DEFAULT_GOAL := help
-.PHONY: help install compare test lint types format bench asv-check asv-publish reproduce clean
+.PHONY: help install compare test lint types format bench asv-quick asv-check asv-publish reproduce clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,10 +60,17 @@ format: $(STAMP) ## format the code and mend what ruff can
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-bench: $(STAMP) ## run the benchmarks once in this environment
-	$(say) 'asv, quick'
+bench: $(STAMP) ## benchmark this tree, then print the table of ratios (under 10 minutes)
+	$(say) 'asv, one sample each: $(BENCH)'
 	@$(BIN)/asv machine --yes >/dev/null
-	@$(ONE_THREAD) $(BIN)/asv run --quick --show-stderr --python=same $(ARGS)
+	@$(ASV_QUICK) $(foreach regex,$(BENCH),-b '$(regex)') $(ARGS)
+	$(say) 'ratios to rivals, measured in turns; lower is better'
+	@$(ONE_THREAD) $(BIN)/python -m benchmarks.ratio_table '$(RATIOS)'
+
+asv-quick: $(STAMP) ## one sample of every benchmark of the narrow network
+	$(say) 'asv, narrow network'
+	@$(BIN)/asv machine --yes >/dev/null
+	@$(ASV_QUICK) -b '^(?!.*(accelerator|peakmem|tanh|relu)).*narrow' $(ARGS)
 
 asv-check: $(STAMP) ## check that every benchmark is found and valid
 	$(say) 'asv check'

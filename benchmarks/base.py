@@ -106,6 +106,7 @@ class Ratio(Suite, ABC):
 
     work = ("prepare", "contestants")
     repetitions = 7
+    min_seconds = 0.02  # a measurement must outlast the scheduler's time slice
 
     @abstractmethod
     def contestants(self) -> tuple[Callable[[], object], Callable[[], object]]:
@@ -114,7 +115,9 @@ class Ratio(Suite, ABC):
     def measure(self) -> timing.Ratio:
         """The ratio, with its quartiles over the repetitions."""
         work, rival = self.contestants()
-        timings = timing.interleaved({"work": work, "rival": rival}, self.repetitions, self.device)
+        timings = timing.interleaved(
+            {"work": work, "rival": rival}, self.repetitions, self.device, min_seconds=self.min_seconds
+        )
         return timing.ratio(timings["work"], timings["rival"])
 
     def track_ratio(self, *_: Any) -> float:

@@ -15,7 +15,7 @@ class Solve(base.Cost):
     """Every solver, on all three networks."""
 
     axes = {
-        "provider": ("fisher", "pch-1"),
+        "provider": ("pch-1",),
         "solver": SOLVERS,
         "architecture": base.ALL,
         "batch": (100,),
@@ -31,12 +31,12 @@ class Solve(base.Cost):
 
 
 class Batch(Solve):
-    """The same at the paper's batch size for CIFAR-10."""
+    """The same at the paper's batch size for CIFAR-10, with the Gram blocks of Fisher beside dense ones."""
 
     axes = {
-        "provider": ("pch-1",),
+        "provider": ("fisher", "pch-1"),
         "solver": SOLVERS,
-        "architecture": ("cifar10-fcnn",),
+        "architecture": ("narrow", "cifar10-fcnn"),
         "batch": (500,),
         "device": base.DEVICES,
     }
@@ -96,7 +96,7 @@ class ProductRatio(base.Ratio):
     axes = {
         "provider": ("pch-1",),
         "solver": SOLVERS,
-        "architecture": base.ALL,
+        "architecture": ("cifar10-fcnn", "imagenet10-fcnn"),
         "batch": (100,),
         "device": base.DEVICES,
     }

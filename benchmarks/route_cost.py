@@ -1,0 +1,98 @@
+"""The cost model against the clock: for m rows and n = n_{t-1} inputs, the route it chose and the best one.
+
+One layer of `OUTPUTS` units is solved, and its weights updated, on every route that exists for it. A route
+that takes several times as long as the fastest at its first call is not measured further.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+from time import perf_counter
+
+import torch
+from torch import nn
+
+import curvlab
+from benchmarks.workload import cold
+from curvlab.architectures import FCNN
+from curvlab.exceptions import PairError
+from curvlab.measure.timing import interleaved
+
+ROWS = (32, 100, 500, 1000)
+WIDTHS = (64, 256, 1024, 3072)
+OUTPUTS = 256
+SOLVERS = ("kfi", "cg", "ea-cg", "exact")
+ROUTES = ("sample", "row", "dense")
+LIMIT = 1.2
+HOPELESS = 3.0
+ALPHA = 0.05
+
+
+def rows(repetitions: int) -> list[dict[str, object]]:
+    """One row for each solver, m and n."""
+    measured = (
+        row(curvature, gradient, model, solver, repetitions)
+        for curvature, gradient, model in systems()
+        for solver in SOLVERS
+    )
+    return sorted(measured, key=lambda found: SOLVERS.index(str(found["solver"])))
+
+
+def systems() -> Iterator[tuple[curvlab.Curvature, curvlab.Gradient, nn.Module]]:
+    """The first layer's curvature and gradient for every m and n, with the network to update."""
+    for n, m in product(WIDTHS, ROWS):
+        model = FCNN(widths=(n, OUTPUTS, 10)).build(seed=0)
+        draws = torch.Generator().manual_seed(0)
+        inputs, targets = torch.randn(m, n, generator=draws), torch.randint(10, (m,), generator=draws)
+        problem = curvlab.Problem(model, "cross-entropy", inputs, targets, layers=["0"])
+        yield curvlab.estimate("pch-1", problem), problem.gradient(), copy.deepcopy(model)
+
+
+def row(
+    curvature: curvlab.Curvature,
+    gradient: curvlab.Gradient,
+    model: nn.Module,
+    solver: str,
+    repetitions: int,
+) -> dict[str, object]:
+    """The chosen route, and how its time compares with the best route's."""
+
+    def solve(route: str) -> curvlab.Solution:
+        solution = curvlab.solve(f"{solver}[route={route}]", *cold(curvature, gradient), alpha=ALPHA)
+        solution.add_to(model, lr=1e-6)
+        return solution
+
+    chosen = solve("auto").blocks["0.weight"].route
+    calls = {route: partial(solve, route) for route in ROUTES}
+    timings = interleaved({route: calls[route] for route in _worth(calls, chosen)}, repetitions)
+    medians = {route: timing.median for route, timing in timings.items()}
+    best = min(medians, key=lambda route: medians[route])
+    share = medians[chosen] / medians[best]
+    m, n = gradient.factored("0.weight").inputs.rows.shape
+    return {
+        "solver": solver,
+        "n": n,
+        "m": m,
+        "chosen": chosen,
+        "best": best,
+        **{f"{route}, ms": f"{medians[route] * 1e3:.2f}" for route in ROUTES if route in medians},
+        "times best": f"{share:.2f}",
+        "verdict": "ok" if share <= LIMIT else "ABOVE",
+    }
+
+
+def _worth(calls: dict[str, Callable[[], object]], chosen: str) -> list[str]:
+    """The routes that exist here and may be the fastest, and the chosen one."""
+    first: dict[str, float] = {}
+    for route, call in calls.items():
+        try:
+            call()
+        except PairError:
+            continue
+        started = perf_counter()
+        call()
+        first[route] = perf_counter() - started
+    return [route for route, s in first.items() if route == chosen or s <= HOPELESS * min(first.values())]

@@ -1,0 +1,165 @@
+"""What solving and stepping cost, against the paper's equations and against SGD, each a ratio in one run.
+
+    python -m benchmarks.solver_cost [--networks C I] [--tables solves steps memory routes]
+                                     [--repetitions 7] [--threads 1]
+
+C is 3072-1024-…-10 with batch 500, I is 150528-1024-…-10 with batch 100, on random data. Times are
+medians (and interquartile ranges) of repetitions that take turns; nothing is remembered between solves.
+The tables: `solves`, default against `formulation="explicit"`; `steps`, pass, curvature, solve and update
+against a torch.optim.SGD(momentum=0.9) step; `memory`, their peak tensor bytes, network included;
+`routes`, what the cost model chose against every forced route (see `benchmarks.route_cost`).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import pandas as pd
+import torch
+
+import curvlab
+from benchmarks import route_cost
+from benchmarks.workload import Case, SGDStep, cold, problem_of, second_order_step
+from curvlab import Problem
+from curvlab.measure.memory import peak_bytes
+from curvlab.measure.timing import Timing, interleaved, ratio
+
+NETWORKS = {"C": Case("cifar10-fcnn", batch=500), "I": Case("imagenet10-fcnn", batch=100)}
+TABLES = ("solves", "steps", "memory", "routes")
+METHODS = (("pch-1", "ea-cg"), ("pch-1", "kfi"), ("fisher", "kfi"))
+# So small that no block is solved to the last digit before the 20th iteration; an iteration's cost does
+# not depend on it.
+ALPHA = 1e-7
+EACG, KFI = "ea-cg[max_iter=20,tol=0", "kfi"
+SOLVES = {"C": (EACG, KFI), "I": (EACG,)}  # on I, E[hhᵀ] alone would take 91 GB
+LEAST_SPEEDUP = {("C", EACG): 30, ("I", EACG): 80, ("C", KFI): 8}
+MOST_OF_SGD = {
+    ("C", "pch-1 + ea-cg"): 1.8,
+    ("I", "pch-1 + ea-cg"): 0.85,
+    ("C", "pch-1 + kfi"): 2.8,
+    ("I", "pch-1 + kfi"): 0.85,
+    ("C", "fisher + kfi"): 2.0,
+}
+Row = dict[str, object]
+
+
+def milliseconds(timing: Timing) -> str:
+    """Median and interquartile range."""
+    return f"{timing.median * 1e3:.1f} ({timing.iqr * 1e3:.1f})"
+
+
+def solve_rows(network: str, problem: Problem, repetitions: int) -> list[Row]:
+    """Default against explicit, with the gradient in factors (explicit forms it) and as tensors."""
+    gradient, curvature = problem.gradient(), curvlab.estimate("pch-1", problem)
+    formed = dict(gradient.items())
+
+    def in_factors(spec: str) -> curvlab.Solution:
+        return curvlab.solve(spec, *cold(curvature, gradient), alpha=ALPHA)
+
+    def as_tensors(spec: str) -> curvlab.Solution:
+        return curvlab.solve(spec, cold(curvature, gradient)[0], formed, alpha=ALPHA)
+
+    return [
+        {
+            "network": network,
+            "gradient": name,
+            **_solve_row(solver, solve, LEAST_SPEEDUP[network, solver], repetitions),
+        }
+        for solver in SOLVES[network]
+        for name, solve in (("factors", in_factors), ("tensors", as_tensors))
+    ]
+
+
+def _solve_row(solver: str, solve: Callable[[str], curvlab.Solution], limit: float, repetitions: int) -> Row:
+    explicit = f"{solver},formulation=explicit]" if "[" in solver else f"{solver}[formulation=explicit]"
+    default = f"{solver}]" if "[" in solver else solver
+    functions = {spec: partial(solve, spec) for spec in (default, explicit)}
+    timings = interleaved(functions, repetitions)
+    found = ratio(timings[explicit], timings[default])
+    return {
+        "solver": default,
+        "iterations": min(block.iterations for block in solve(default).blocks.values()),
+        "default, ms": milliseconds(timings[default]),
+        "explicit, ms": milliseconds(timings[explicit]),
+        "times as fast": f"{found.median:.1f} ({found.iqr:.1f})",
+        "at least": limit,
+        "verdict": "ok" if found.median >= limit else "BELOW",
+    }
+
+
+def contestants(problem: Problem) -> tuple[SGDStep, Mapping[str, Callable[[], object]]]:
+    """The SGD step and every second-order one, all on the same network."""
+    steps = {f"{p} + {s}": second_order_step(problem, p, s) for p, s in METHODS}
+    return SGDStep.of(problem), steps
+
+
+def step_rows(network: str, problem: Problem, repetitions: int) -> list[Row]:
+    """Whole steps against SGD's, how many times as long."""
+    sgd, steps = contestants(problem)
+    timings = interleaved({"sgd": sgd, **steps}, repetitions, warmup=2)
+    sgd.clear()
+    rows = []
+    for name in steps:
+        found, limit = ratio(timings[name], timings["sgd"]), MOST_OF_SGD.get((network, name))
+        rows.append(
+            {
+                "network": network,
+                "step": name,
+                "step, ms": milliseconds(timings[name]),
+                "SGD, ms": milliseconds(timings["sgd"]),
+                "times SGD": f"{found.median:.2f} ({found.iqr:.2f})",
+                "at most": "" if limit is None else limit,
+                "verdict": "" if limit is None else "ok" if found.median <= limit else "ABOVE",
+            }
+        )
+    return rows
+
+
+def memory_rows(network: str, problem: Problem, repetitions: int) -> list[Row]:
+    """Peak tensor bytes of a step, with the network, the batch and (SGD's) momentum."""
+    sgd, steps = contestants(problem)
+    held = list(problem.tensors.values())
+    sgd()
+    sgd.optimizer.zero_grad()
+    rival = peak_bytes(sgd, device="cpu", baseline=[*held, *sgd.buffers])
+    sgd.clear()
+    rows: list[Row] = [{"network": network, "step": "sgd", "peak, MB": f"{rival / 1e6:.1f}"}]
+    for name, step in steps.items():
+        step()
+        peak = peak_bytes(step, device="cpu", baseline=held)
+        share, verdict = f"{peak / rival:.3f}", "ok" if peak < rival else "ABOVE"
+        row = {"peak, MB": f"{peak / 1e6:.1f}", "times SGD": share, "below": 1, "verdict": verdict}
+        rows.append({"network": network, "step": name, **row})
+    return rows
+
+
+def main() -> None:
+    """Measure and print what was asked for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
+    parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES))
+    parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    print(f"{options.threads} threads, {options.repetitions} repetitions; medians (interquartile ranges)")
+    measured = {"solves": solve_rows, "steps": step_rows, "memory": memory_rows}
+    for network in options.networks:
+        problem = problem_of(NETWORKS[network])
+        for table in (name for name in options.tables if name in measured):
+            show(f"{network}: {table}", measured[table](network, problem, options.repetitions))
+    if "routes" in options.tables:
+        show("routes", route_cost.rows(options.repetitions))
+
+
+def show(title: str, rows: list[Row]) -> None:
+    """Print a table."""
+    print(f"\n{title}\n{pd.DataFrame(rows).to_string(index=False, na_rep='')}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
