@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 JOBS   ?= 2
 SCALE  ?= smoke
-# What `make reproduce` runs, and what is passed on to pytest, asv and pip.
+# What `make` runs, and what is passed on to pytest, asv and pip.
 WHAT     ?= all
 ARGS     ?=
 PIP_ARGS ?=
@@ -21,7 +21,7 @@ RATIOS ?= cpu
 say = @printf '==> %s\n'
 
 .DEFAULT_GOAL := help
-.PHONY: help install compare test lint types format bench asv-quick asv-check asv-publish reproduce clean
+.PHONY: help install compare test lint types format bench asv-quick asv-check asv-publish clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -79,10 +79,6 @@ asv-check: $(STAMP) ## check that every benchmark is found and valid
 asv-publish: $(STAMP) ## build the page of the benchmark history
 	@$(BIN)/asv publish
 	$(say) 'the page is .asv/html/index.html; `$(BIN)/asv preview` serves it'
-
-reproduce: $(STAMP) ## redo the paper's tables and figures (SCALE=smoke, laptop or paper)
-	$(say) 'curvlab reproduce $(WHAT), scale $(SCALE)'
-	@$(BIN)/curvlab reproduce $(WHAT) --scale $(SCALE) $(ARGS)
 
 clean: ## remove the environment, caches and built files
 	$(say) 'removing $(VENV), caches and built files'

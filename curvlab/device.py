@@ -76,8 +76,11 @@ def readable(tensor: Tensor) -> bool:
 
 
 def read_interval(tensor: Tensor) -> int:
-    """After how many iterations convergence is read: 1 on the CPU, where a read is free,
-    8 on an accelerator, where each read waits for the queue, 0 (never) without values."""
+    """After how many iterations convergence is read back to the host.
+
+    1 on the CPU, where a read is free, 8 on an accelerator, where each read waits for the queue, 0 (never)
+    without values.
+    """
     if not readable(tensor):
         return 0
     return 1 if tensor.device.type == "cpu" else ACCELERATOR_READ_INTERVAL

@@ -1,4 +1,4 @@
-"""Objects by address, `package.module:attribute`: a user's own model, data or criterion on the command line."""
+"""Objects by address, `package.module:attribute`: a user's own model, data or criterion."""
 
 from __future__ import annotations
 

@@ -20,7 +20,6 @@ COMMANDS = {
     "compare": "Measure error, time, memory and convergence, and write one report.",
     "plan": "Predict time and memory without allocating: would it fit?",
     "train": "Train one network with any provider and solver, or a baseline.",
-    "reproduce": "Run the paper's tables and figures again, beside its numbers.",
     "list": "List providers, solvers, criteria, architectures and data sets.",
     "report": "Render the report of a results folder again.",
     "merge": "Join several results folders into one.",
@@ -53,10 +52,12 @@ class _LazyGroup(click.Group):
             sys.exit(2 if isinstance(error, USAGE_ERRORS) else 1)
 
 
-@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(
+    cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
+)
 @click.version_option(package_name="curvlab", message="%(prog)s %(version)s")
 def main() -> None:
-    """Curvature analysis and benchmarking for PyTorch.
+    r"""Curvature analysis and benchmarking for PyTorch.
 
     Which curvature matrix and which solver should I use for my network, my loss and my data? What does
     each cost in time and memory, how far is it from the true Hessian, and does it train faster?

@@ -60,7 +60,9 @@ class Setup:
         if self.batch < 1:
             raise SpecError(f"batch={self.batch}: at least one example is needed")
         data = self.data if imports.is_address(self.data) else datasets.canonical(self.data)
-        criterion = self.criterion if imports.is_address(self.criterion) else criteria.canonical(self.criterion)
+        criterion = (
+            self.criterion if imports.is_address(self.criterion) else criteria.canonical(self.criterion)
+        )
         device = str(devices.resolve(self.device))
         arch = None if self.model is not None else architectures.canonical(self._architecture())
         return replace(self, arch=arch, activation=None, data=data, criterion=criterion, device=device)
@@ -87,9 +89,15 @@ class Setup:
     def load_data(self) -> Dataset:
         """The data set by name, on the CPU (`Dataset.to` moves it); raises for a user's own data."""
         if imports.is_address(self.data):
-            raise SpecError(f"data `{self.data}` is a user's own batches, which have no training and test split")
+            raise SpecError(
+                f"data `{self.data}` is a user's own batches, which have no training and test split"
+            )
         found = dataset(self.data).load(seed=self.seed, data_dir=self.data_dir)
-        reconstructs = self.arch is not None and self.model is None and getattr(architecture(self.arch), "reconstructs", False)
+        reconstructs = (
+            self.arch is not None
+            and self.model is None
+            and getattr(architecture(self.arch), "reconstructs", False)
+        )
         return found.reconstruction() if reconstructs else found
 
     def build_model(self) -> nn.Module:
@@ -127,4 +135,4 @@ class Setup:
         model = self.build_model().eval()
         if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], Tensor):
             return Problem(model, self.build_criterion(), made[0], made[1])
-        return Problem(model, self.build_criterion(), made)  # type: ignore[arg-type]
+        return Problem(model, self.build_criterion(), made)
