@@ -70,6 +70,7 @@ class GradientSteps:
             return losses[-1]
 
         self.optimizer.step(closure)  # type: ignore[arg-type]
+        self.optimizer.zero_grad()
         return losses[0]
 
     def _backpropagate(self, inputs: Tensor, targets: Tensor) -> Tensor:

@@ -152,7 +152,6 @@ class TrainRun:
         if isinstance(self.stepper, SecondOrder):
             self.stepper.on_solution = solutions.append
         held = [*self.model.parameters(), *_tensors(self.stepper.state_dict()), inputs, targets]
-        held += [p.grad for p in self.model.parameters() if p.grad is not None]
         work = lambda: losses.append(float(self.stepper.step(inputs, targets)))  # noqa: E731
         self.tally.peak_bytes = peak_bytes(work, device=self.device, baseline=held)
         for solution in solutions:
