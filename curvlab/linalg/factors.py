@@ -194,9 +194,12 @@ class GramFactor(Factor):
         return self.remember("dense", lambda: gram(self.scaled_rows().T))
 
     def trace(self) -> Tensor:
+        return self.remember("trace", self._trace)
+
+    def _trace(self) -> Tensor:
         if "gram" in self.__dict__:
             return self.gram.trace()
-        return self.remember("trace", lambda: self.root.square() @ row_square_norms(self.rows))
+        return self.root.square() @ row_square_norms(self.rows)
 
     def diagonal(self) -> Tensor:
         return self.root.square() @ self.rows.square()

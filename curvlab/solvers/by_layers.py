@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import nan
 
+import torch
 from torch import Tensor
 
 from curvlab.curvature import Curvature, LayerCurvature
@@ -46,7 +47,7 @@ def solve_by_layers(
                 f"(smallest eigenvalue {error.smallest:.3g}), in float64 either. Increase the damping, or "
                 f"use solver `cg`, which stops at negative curvature"
             ) from error
-        except NotFiniteError as error:
+        except (NotFiniteError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
             raise SolveError(f"layer `{layer.name}` of `{curvature.provider}`: {error}") from error
         entries |= solved.entries()
         blocks |= solved.blocks()

@@ -47,7 +47,10 @@ def check_solution(solution: Solution, curvature: Curvature) -> None:
             signs[name] = torch.where(broken, torch.full_like(signs[name], torch.nan), signs[name])
     for name in _not_finite(signs):
         layer = next(layer for layer in curvature.layers if name in layer.blocks)
-        if not _finite(_tensors(layer)):
+        tensors = _tensors(layer)
+        if layer.weight_operator is not None or layer.bias_operator is not None:
+            tensors.append(solution.blocks[name].measures.quadratic())
+        if not _finite(tensors):
             raise SolveError(
                 f"the curvature of layer `{layer.name}` by `{curvature.provider}` holds NaN or infinity"
             )

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from curvlab.curvature import LayerCurvature
 from curvlab.linalg.inputs import InputKind
+from curvlab.linalg.inverse import NotFiniteError
 from curvlab.solvers.base import LayerDirection, LayerGradient, Solver
 from curvlab.solvers.damping import Damping
 from curvlab.solvers.residual import DampedSystem
@@ -48,7 +49,7 @@ class Exact(Solver):
     def prepare(self, layer: LayerCurvature, damping: Damping, gradient: LayerGradient) -> _State:
         assert layer.output is not None
         output = layer.output
-        values, vectors = output.remember("eigh", lambda: tuple(torch.linalg.eigh(output.to_dense())))
+        values, vectors = output.remember("eigh", lambda: _eigh(output.to_dense()))
         side = right = None
         if gradient.weight is not None:
             side = side_for(layer, gradient.weight, self.input_factor, self.route, passes=10)
@@ -57,7 +58,7 @@ class Exact(Solver):
 
     @staticmethod
     def _right(side: InputSide) -> tuple[Tensor, Tensor]:
-        return side.remember((side.route, "eigh"), lambda: tuple(torch.linalg.eigh(side.matrix)))  # type: ignore[arg-type,return-value]
+        return side.remember((side.route, "eigh"), lambda: _eigh(side.matrix))
 
     def apply(self, state: object, gradient: LayerGradient) -> LayerDirection:
         assert isinstance(state, _State)
@@ -80,3 +81,13 @@ class Exact(Solver):
         )
         route = state.side.route if state.side is not None else "bias"
         return LayerDirection(weight, bias, DampedSystem("full", scale, shift), route, rank)
+
+
+def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    try:
+        values, vectors = torch.linalg.eigh(matrix)
+    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
+        if bool(torch.isfinite(matrix).all()):
+            raise
+        raise NotFiniteError("the matrix to be factorised holds NaN or infinity") from error
+    return values, vectors

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from curvlab import device
 from curvlab.curvature import LayerCurvature
 from curvlab.gradient import RowGradient
 from curvlab.linalg.cg import CGResult, conjugate_gradients
 from curvlab.linalg.inputs import InputKind
+from curvlab.linalg.inverse import NotFiniteError
 from curvlab.solvers.base import LayerGradient
 from curvlab.solvers.damping import Damping
 from curvlab.solvers.residual import FactoredSystem
@@ -47,6 +49,9 @@ class ExplicitInverse:
         """Form and invert."""
         assert layer.output is not None
         b = layer.output.to_dense()
+        # An inverse can be finite though the matrix is not.
+        if device.readable(b) and not bool(torch.isfinite(b.sum())):
+            raise NotFiniteError("the matrix to be inverted holds NaN or infinity")
         output_inverse = torch.linalg.inv(_plus_identity(b, system.beta))
         bias_inverse = torch.linalg.inv(_plus_identity(b, system.shift))
         if layer.inputs is None or system.kind == "mean":

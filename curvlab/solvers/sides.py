@@ -23,6 +23,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ from curvlab.linalg.inverse import cholesky_shifted
 
 __all__ = ["Coordinates", "DenseSide", "EigenSide", "InputSide", "MeanSide", "RowSide", "SampleSide"]
 
+T = TypeVar("T")
 Left = Callable[[Tensor], Tensor]
 SPLIT_ELEMENTS = 1 << 18
 WeightGradient = Tensor | RowGradient
@@ -87,7 +89,7 @@ class InputSide(ABC):
         """D = X Z + L G⊥; `left` is L and returns a new tensor."""
 
     @abstractmethod
-    def remember(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
+    def remember(self, key: Hashable, make: Callable[[], T]) -> T:
         """A factorisation kept for all solvers that ask for the same one."""
 
     def cholesky(self, shift: Tensor | float, check: bool) -> Tensor:
@@ -122,7 +124,7 @@ class SampleSide(InputSide):
     def assemble(self, gradient: Coordinates, x: Tensor, left: Left) -> RowProduct:
         return RowProduct(x, self.gram)
 
-    def remember(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
+    def remember(self, key: Hashable, make: Callable[[], T]) -> T:
         return self.gram.remember(key, make)
 
 
@@ -179,7 +181,7 @@ class EigenSide(InputSide):
         along = torch.where(self._kept, x * inverse, left(gradient.whole.coefficients))
         return RowProduct(along @ vectors.T, self.gram)
 
-    def remember(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
+    def remember(self, key: Hashable, make: Callable[[], T]) -> T:
         return self.gram.remember(key, make)
 
 
@@ -220,7 +222,7 @@ class RowSide(InputSide):
         assert isinstance(gradient.whole, Tensor)
         return left(gradient.whole).addmm_(x - left(gradient.x), self.basis.T)
 
-    def remember(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
+    def remember(self, key: Hashable, make: Callable[[], T]) -> T:
         return self.gram.remember(key, make)
 
 
@@ -250,7 +252,7 @@ class DenseSide(InputSide):
     def assemble(self, gradient: Coordinates, x: Tensor, left: Left) -> Tensor:
         return x
 
-    def remember(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
+    def remember(self, key: Hashable, make: Callable[[], T]) -> T:
         return self.factor.remember(key, make)
 
 
@@ -315,7 +317,7 @@ class MeanSide(InputSide):
         assert whole is not None
         return left(whole).addmm_(correction, self.basis.T)
 
-    def remember(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
+    def remember(self, key: Hashable, make: Callable[[], T]) -> T:
         return self.inputs.mean_factor.remember(key, make)
 
 
