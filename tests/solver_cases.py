@@ -43,10 +43,14 @@ def problem(
     bias: bool = True,
     layers: list[str] | None = None,
     inputs: Tensor | None = None,
+    gain: float = 1.0,
     seed: int = 0,
 ) -> curvlab.Problem:
     torch.manual_seed(seed)
     model = network(widths, dtype, bias)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(gain)
     x = torch.randn(examples, widths[0], dtype=dtype) + 0.3 if inputs is None else inputs.to(dtype)
     y = torch.randint(widths[-1], (len(x),))
     if criterion in ("mse", "tukey"):

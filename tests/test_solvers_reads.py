@@ -1,0 +1,109 @@
+"""No host reads inside the iteration, none at all without values: what accelerators and plans rely on."""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import curvlab
+from curvlab import device
+from tests.solver_cases import KRONECKER, MATRIX_FREE, NARROW, SOLVERS, WIDE, WITH_EXPLICIT, problem
+
+READS = (
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.is_nonzero.default,
+    torch.ops.aten.equal.default,
+)
+
+
+class Reads(TorchDispatchMode):
+    """Counts the operations that bring a value to the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in READS
+        return func(*args, **(kwargs or {}))
+
+
+def reads_of(solver: str, provider: str, size: dict[str, Any]) -> int:
+    p = problem(**size, gain=4.0)
+    curvature, gradient = curvlab.estimate(provider, p), p.gradient()
+    with Reads() as reads:
+        curvlab.solve(solver, curvature, gradient, alpha=0.01)
+    return reads.count
+
+
+@pytest.mark.parametrize("provider", ["fisher", "pch-1"])
+@pytest.mark.parametrize("size", [WIDE, NARROW])
+@pytest.mark.parametrize("iterations", [0, 1, 20, 64])
+@pytest.mark.parametrize("solver", ["cg", "ea-cg"])
+def test_an_accelerator_is_read_every_eighth_iteration(
+    monkeypatch: pytest.MonkeyPatch, solver: str, iterations: int, size: dict[str, Any], provider: str
+) -> None:
+    monkeypatch.setattr(device, "read_interval", lambda tensor: 8)
+    layers, checks = 3, 2
+    reads = reads_of(f"{solver}[max_iter={iterations},tol=0]", provider, size)
+    assert reads <= layers * ceil(iterations / 8) + checks
+
+
+@pytest.mark.parametrize("solver", ["cg", "ea-cg", "cg[formulation=explicit]", "cg[preconditioner=jacobi]"])
+def test_with_no_interval_the_iteration_reads_nothing(monkeypatch: pytest.MonkeyPatch, solver: str) -> None:
+    monkeypatch.setattr(device, "read_interval", lambda tensor: 0)
+    monkeypatch.setattr(device, "readable", lambda tensor: False)
+    assert reads_of(solver, "pch-1", WIDE) == 0
+
+
+def test_the_reads_are_counted_at_all() -> None:
+    assert reads_of("ea-cg[max_iter=20,tol=0]", "pch-1", WIDE) > 3 * 5
+
+
+@pytest.mark.parametrize("interval", [0, 1, 3, 8])
+@pytest.mark.parametrize("solver", ["cg", "ea-cg"])
+def test_the_interval_changes_nothing_but_the_reads(
+    monkeypatch: pytest.MonkeyPatch, solver: str, interval: int
+) -> None:
+    p = problem(**WIDE)
+    curvature, gradient = curvlab.estimate("pch-1", p), p.gradient()
+    text = f"{solver}[max_iter=30,tol=1e-8]"
+    expected = curvlab.solve(text, curvature, gradient, alpha=0.05)
+    monkeypatch.setattr(device, "read_interval", lambda tensor: interval)
+    solution = curvlab.solve(text, curvature, gradient, alpha=0.05)
+    for name, block in solution.blocks.items():
+        assert torch.equal(solution.direction[name], expected.direction[name])
+        assert block.iterations == expected.blocks[name].iterations
+        assert block.status is expected.blocks[name].status
+
+
+SPECS = [
+    *SOLVERS,
+    *(f"{solver}[formulation=explicit]" for solver in WITH_EXPLICIT),
+    *(f"{solver}[route={route}]" for solver in SOLVERS for route in ("sample", "row", "dense")),
+]
+PAIRS = [
+    *((provider, solver) for provider in KRONECKER for solver in SPECS),
+    *((provider, "cg") for provider in MATRIX_FREE),
+    *((provider, "cg[preconditioner=jacobi]") for provider in ("hessian", "pch-1")),
+]
+
+
+def run(provider: str, solver: str) -> dict[str, tuple[int, ...]]:
+    p = problem(widths=(12, 8, 6), examples=4)
+    curvature = curvlab.estimate(provider, p)
+    solution = curvlab.solve(solver, curvature, p.gradient(), alpha=0.1)
+    solution.add_to(p.model, lr=0.1)
+    return {name: tuple(step.shape) for name, step in solution.direction.items()}
+
+
+@pytest.mark.parametrize(("provider", "solver"), PAIRS)
+def test_every_pair_runs_on_fake_tensors_from_problem_to_step(provider: str, solver: str) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = run(provider, solver)
+    assert fake == run(provider, solver)
