@@ -1,0 +1,120 @@
+"""`curvlab train`: what it prints, how it ends, and Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from curvlab.cli import main
+from curvlab.studies.checkpoint import read_checkpoint
+from curvlab.studies.setup import Setup
+from curvlab.studies.train import TrainPlan, train
+
+DATA = "digits[train=300,test=100]"
+SMALL = ["--data", DATA, "--batch", "50", "--device", "cpu"]
+
+
+def run(*words: str):
+    return CliRunner().invoke(main, ["train", *SMALL, *words])
+
+
+def test_json_rows_equal_the_python_api(tmp_path):
+    result = run("--epochs", "2", "--lr", "0.2", "--json", "-o", str(tmp_path / "run"))
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)["rows"]
+    plan = TrainPlan(Setup(data=DATA, batch=50, device="cpu"), "second-order[lr=0.2]", 2)
+    frame = train(plan)
+    assert [row["test_loss"] for row in rows] == pytest.approx(frame["test_loss"].tolist(), rel=1e-9)
+    assert (tmp_path / "run" / "metrics.csv").exists()
+
+
+def test_the_table_fits_80_columns_and_says_where_the_run_is(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    result = run("--epochs", "1", "-o", str(tmp_path))
+    assert max(len(line) for line in result.stdout.splitlines()) <= 80
+    assert str(tmp_path) in result.stderr
+
+
+def test_quiet_prints_nothing(tmp_path):
+    assert run("--epochs", "0", "--quiet", "-o", str(tmp_path)).output == ""
+
+
+def test_without_a_folder_the_same_command_finds_its_run_again(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run("--epochs", "1", "--quiet")
+    run("--epochs", "1", "--quiet")
+    run("--epochs", "1", "--quiet", "--lr", "0.3")
+    assert len(list((tmp_path / "curvlab-runs").iterdir())) == 2
+
+
+def test_a_diverged_run_says_so_and_exits_with_1(tmp_path):
+    result = run("--activation", "relu", "--optimizer", "sgd[lr=1e6,momentum=0]", "-o", str(tmp_path))
+    assert result.exit_code == 1
+    assert "diverged in epoch 1" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--optimizer", "sgd", "-p", "fisher"], "--provider does not go with `sgd`"),
+        (["--optimizer", "sdg"], "sgd"),
+        (["-s", "ea-gc"], "ea-cg"),
+        (["--lr", "-1"], "lr=-1.0"),
+        (["--lr-schedule", "cosin"], "cosine"),
+        (["-p", "hessian", "-s", "kfi"], "matrix-free"),
+        (["--epochs", "-1"], "epochs"),
+    ],
+)
+def test_mistakes_are_one_sentence_and_exit_code_2(words, sentence, tmp_path):
+    result = run(*words, "-o", str(tmp_path / "run"))
+    assert result.exit_code == 2
+    assert sentence in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_another_configuration_in_the_folder_is_a_mistake_too(tmp_path):
+    run("--epochs", "0", "--quiet", "-o", str(tmp_path))
+    result = run("--epochs", "0", "--alpha", "0.1", "-o", str(tmp_path))
+    assert result.exit_code == 2
+    assert "optimizer.alpha is `0.05` there, `0.1` now" in result.stderr
+    assert run("--epochs", "0", "--alpha", "0.1", "--fresh", "--quiet", "-o", str(tmp_path)).exit_code == 0
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_a_run_that_can_be_resumed(tmp_path):
+    words = ["train", *SMALL, "--epochs", "6", "-o", str(tmp_path / "stopped")]
+    program = (
+        "import curvlab.studies.train_run as runs, curvlab.cli\n"
+        "advance = runs.TrainRun.advance\n"
+        "def told(self):\n"
+        "    advance(self)\n"
+        "    print(self.steps, flush=True)\n"
+        "runs.TrainRun.advance = told\n"
+        "curvlab.cli.main()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ,
+    )
+    for _ in range(8):
+        process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "Resume it with" in errors.decode()
+    assert 8 <= read_checkpoint(tmp_path / "stopped" / "checkpoint.safetensors")["steps"] < 36
+    run("--epochs", "6", "--quiet", "-o", str(tmp_path / "stopped"))
+    run("--epochs", "6", "--quiet", "-o", str(tmp_path / "whole"))
+    one, two = (
+        read_checkpoint(tmp_path / name / "checkpoint.safetensors")["model"] for name in ("stopped", "whole")
+    )
+    assert all(torch.equal(one[name], two[name]) for name in one)
