@@ -149,7 +149,8 @@ def _errors(comparison: Comparison) -> Section | None:
 def _costs(comparison: Comparison) -> Section:
     caption = (
         "Median time of one step: estimate the curvature, prepare the solver (all that needs only the "
-        "matrix), apply it to a gradient. Repetitions are interleaved over the pairs."
+        "matrix), apply it to a gradient; bars are split as the medians of the three are. "
+        "Repetitions are interleaved over the pairs."
     )
     return Section(
         "time",

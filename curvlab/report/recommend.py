@@ -213,9 +213,8 @@ def _worst_layer(best: Candidate, errors: pd.DataFrame | None) -> list[str]:
         return []
     worst = own.iloc[int(own["error"].to_numpy().argmax())]
     share = float(worst["error"]) ** 2 / float((own["error"] ** 2).sum())
-    return [
-        f"Its error is largest at layer {worst['layer']}, which has {percent(share)} of the squared total."
-    ]
+    where = f"layer {worst['layer']}, which has {percent(share)} of the squared total"
+    return [f"The error of {best.provider} is largest at {where}."]
 
 
 def _directions(cells: pd.DataFrame, directions: Sequence[Candidate]) -> str:

@@ -54,6 +54,7 @@ def dress(ax: Axes, look: Look, *, grid: str = "both") -> Axes:
         ax.grid(True, which="major", axis=grid, color=theme.grid, linewidth=0.8)  # type: ignore[arg-type]
     for label in (ax.xaxis.label, ax.yaxis.label):
         label.set(color=theme.ink, fontsize=FONT)
+    ax.yaxis.labelpad = 7
     for text in ax.findobj(Text):
         text.set_parse_math(False)  # a name of the user's may have dollars in it
     return ax

@@ -24,7 +24,9 @@ HEIGHT = 0.68
 
 
 def cost_bars(cells: pd.DataFrame, ax: Axes | None = None, look: Look | None = None) -> Axes:
-    """Stacked bars of the median seconds of each phase; the whisker is the interquartile range of the total.
+    """Bars of the median total, split as the medians of the phases are, which need not add up to it.
+
+    The whisker is the interquartile range of the total.
 
     >>> cells = pd.DataFrame({"provider": ["pch-1"], "solver": ["kfi"], "status": ["ok"],
     ...     "estimate_seconds": [0.003], "prepare_seconds": [0.001], "apply_seconds": [0.001],
@@ -38,15 +40,17 @@ def cost_bars(cells: pd.DataFrame, ax: Axes | None = None, look: Look | None = N
     unit = second_unit(shown["total_seconds"])
     rows, colours = np.arange(len(shown)), [look.colour(str(name)) for name in shown["provider"]]
     left = np.zeros(len(shown))
+    phases = shown[[f"{phase}_seconds" for phase in PHASES]].fillna(0)
+    scale = shown["total_seconds"] / phases.sum(axis=1)
     _blank(ax, look, shown["total_seconds"].to_numpy() / unit.size)
     for phase, strength in PHASES.items():
-        width = shown[f"{phase}_seconds"].fillna(0).to_numpy() / unit.size
+        width = (phases[f"{phase}_seconds"] * scale).to_numpy() / unit.size
         ax.barh(rows, width, HEIGHT, left, color=colours, alpha=strength)
         left += width
     total = shown["total_seconds"].to_numpy() / unit.size
     half = shown["total_iqr"].fillna(0).to_numpy() / unit.size / 2
     ax.errorbar(total, rows, xerr=half, fmt="none", ecolor=look.theme.ink, elinewidth=1, capsize=2.5)
-    _numbers(ax, look, np.maximum(total + half, left), total)
+    _numbers(ax, look, total + half, total)
     _finish(ax, look, shown, f"median time ({unit.name})")
     shades = [Patch(color=look.theme.ink, alpha=strength, label=phase) for phase, strength in PHASES.items()]
     legend(

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["error_heatmap"]
 
-DECADES = 1e-6  # what is smaller than the largest by this much is rounding, and would take all the colours
+FAINTEST = 1e-3  # of the largest: what is smaller has the lightest colour, or rounding would take all others
 
 
 def error_heatmap(
@@ -55,7 +55,7 @@ def _draw(ax: Axes, look: Look, values: np.ndarray) -> None:
 
     positive = values[np.isfinite(values) & (values > 0)]
     high = float(positive.max()) if positive.size else 1.0
-    low = max(float(positive.min()), high * DECADES) if positive.size else high / 10
+    low = max(float(positive.min()), high * FAINTEST) if positive.size else high / 10
     norm = LogNorm(low, high if high > low else low * 10, clip=True)
     seaborn.heatmap(
         np.clip(values, low, None),

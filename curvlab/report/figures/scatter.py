@@ -56,7 +56,7 @@ def pareto_scatter(
     ahead = front(pairs)
     _staircase(ax, look, ahead, unit)
     ax.set(xlabel=f"median time of estimate + prepare + apply ({unit.name})", ylabel=LABELS.get(error, error))
-    _scales(ax, pairs)
+    _scales(ax, pairs, unit)
     dress(ax, look)
     _name_points(ax, look, ahead, unit)
     providers, solvers = (
@@ -90,7 +90,8 @@ def _staircase(ax: Axes, look: Look, ahead: Sequence[Candidate], unit: Unit) -> 
     ax.step(cost, error, where="post", color=look.theme.muted, linewidth=1.4, linestyle=(0, (4, 2)), zorder=2)
 
 
-def _scales(ax: Axes, pairs: Sequence[Candidate]) -> None:
+def _scales(ax: Axes, pairs: Sequence[Candidate], unit: Unit) -> None:
+    """Logarithmic axes where the range is wide, with room for a name at the left; from zero otherwise."""
     ax.margins(0.08, 0.12)
     for axis, values in (("x", [pair.cost for pair in pairs]), ("y", [pair.error for pair in pairs])):
         low, high = min(values), max(values)
@@ -98,18 +99,27 @@ def _scales(ax: Axes, pairs: Sequence[Candidate]) -> None:
             log_axis(ax, axis)
         else:
             (ax.set_xlim if axis == "x" else ax.set_ylim)(0, None)
+    if ax.get_xscale() == "log":
+        low, high = min(map(_lower_end, pairs)), max(pair.cost + pair.spread / 2 for pair in pairs)
+        ax.set_xlim(low / (high / low) ** 0.3 / unit.size, high * (high / low) ** 0.06 / unit.size)
+
+
+def _lower_end(pair: Candidate) -> float:
+    """Where the whisker begins; a spread larger than the median itself must not reach zero on a log axis."""
+    return max(pair.cost - pair.spread / 2, pair.cost / 4)
 
 
 def _name_points(ax: Axes, look: Look, ahead: Sequence[Candidate], unit: Unit) -> None:
-    """The names on the front, to the left, where nothing is cheaper; above where the left has no room."""
+    """The names on the front, left of the whisker, where nothing is cheaper; above where there is no room."""
     inches = ax.get_window_extent().width / ax.figure.dpi
     for pair in ahead:
-        place, name = (pair.cost / unit.size, 100 * pair.error), shorten(pair.name)
+        name, error = shorten(pair.name), 100 * pair.error
+        place = _lower_end(pair) / unit.size, error
         room = ax.transAxes.inverted().transform(ax.transData.transform(place))[0] * inches * 72
         left = room > LETTER * len(name) + 10
         ax.annotate(
             name,
-            place,
+            place if left else (pair.cost / unit.size, error),
             xytext=(-8, 0) if left else (0, 8),
             textcoords="offset points",
             ha="right" if left else "left",
@@ -117,6 +127,7 @@ def _name_points(ax: Axes, look: Look, ahead: Sequence[Candidate], unit: Unit) -
             fontsize=FONT,
             fontweight="bold",
             color=look.theme.ink,
+            bbox={"facecolor": look.theme.paper, "edgecolor": "none", "alpha": 0.7, "pad": 1},
             parse_math=False,
-            zorder=4,
+            zorder=2.5,
         )
