@@ -31,10 +31,19 @@ DEFAULT_FOLDER = Path("runs/compare")
 @click.command("compare")
 @grid_options
 @setup_options
-@click.option("-r", "--repetitions", type=click.IntRange(min=1), metavar="N",
-              help="How often each cell is timed, in turns.  [default: 5]")  # fmt: skip
-@click.option("--epochs", type=click.IntRange(min=0), metavar="N",
-              help="Train every cell, SGD and Adam for N epochs.  [default: 0]")  # fmt: skip
+@click.option(
+    "-r",
+    "--repetitions",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="How often each cell is timed, in turns.  [default: 5]",
+)
+@click.option(
+    "--epochs",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Train every cell, SGD and Adam for N epochs.  [default: 0]",
+)
 @click.option(
     "--train-batch",
     type=click.IntRange(min=1),
@@ -54,18 +63,34 @@ DEFAULT_FOLDER = Path("runs/compare")
     metavar="SPEC",
     help="Optimizer to train beside them.  [default: sgd, adam]",
 )
-@click.option("--newton-limit", type=click.IntRange(min=0), metavar="N",
-              help="Solve the exact Newton direction for up to N parameters.  [default: 1000000]")  # fmt: skip
+@click.option(
+    "--newton-limit",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Solve the exact Newton direction for up to N parameters.  [default: 1000000]",
+)
 @click.option(
     "--threads",
     type=click.IntRange(min=1),
     metavar="N",
     help="Threads of torch.  [default: as torch chooses]",
 )
-@click.option("--executor", default="serial", show_default=True, metavar="SPEC",
-              help="serial, or process[workers=N]: cells at the same time slow each other down.")  # fmt: skip
-@click.option("-o", "--output", type=click.Path(path_type=Path), default=DEFAULT_FOLDER, show_default=True,
-              metavar="DIR", help="Folder of results and report.")  # fmt: skip
+@click.option(
+    "--executor",
+    default="serial",
+    show_default=True,
+    metavar="SPEC",
+    help="serial, or process[workers=N]: cells at the same time slow each other down.",
+)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    default=DEFAULT_FOLDER,
+    show_default=True,
+    metavar="DIR",
+    help="Folder of results and report.",
+)
 @click.option("--fresh", is_flag=True, help="Measure again what the folder has.")
 @click.option("--retry", is_flag=True, help="Measure again what has failed.")
 @output_options
@@ -137,8 +162,10 @@ def _write_report(compared: Comparison, folder: Path) -> Path:
             warnings.simplefilter("ignore")  # matplotlib's opinions on layout are not the user's concern
             return Path(write_report(compared, folder))
     except OSError as error:
-        say(f"Error: cannot write the report to {folder}: {error.strerror or error}. The results are whole: "
-            f"free space and run `curvlab report {folder}`")  # fmt: skip
+        say(
+            f"Error: cannot write the report to {folder}: {error.strerror or error}. The results are whole: "
+            f"free space and run `curvlab report {folder}`"
+        )
         sys.exit(1)
 
 

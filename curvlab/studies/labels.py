@@ -43,8 +43,9 @@ def label(registry: Registry[Any], spec: Any) -> str:
         named = _named(registry, row.name)
         if type(named) is type(instance):
             differing = _differing(text, registry.canonical(named))
-            # Of two names that fit alike, such as `pch` and `pch-1`, the longer says more.
-            candidates.append((len(differing), -len(row.name), str(specs.Spec(row.name, differing))))
+            # Of two names that fit entirely, such as `pch` and `pch-1`, the longer says more.
+            length = len(row.name) if differing else -len(row.name)
+            candidates.append((len(differing), length, str(specs.Spec(row.name, differing))))
     return min(candidates)[2] if candidates else text
 
 

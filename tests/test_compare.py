@@ -1,0 +1,289 @@
+"""Comparisons: what their frames hold, what the store keeps, and what runs again."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import curvlab
+from curvlab.exceptions import SpecError
+from curvlab.providers import Provider
+from curvlab.providers.registry import providers
+from curvlab.studies.compare import Comparison, compare, load_comparison
+from curvlab.studies.comparison import CELLS, CONVERGENCE, ERRORS, REPETITIONS, TRACES
+from curvlab.studies.labels import canonical, label
+from curvlab.studies.merging import merge_comparisons
+from curvlab.studies.newton import newton
+from curvlab.studies.plan import plan
+from curvlab.studies.setup import Setup
+from curvlab.studies.store import Store
+from curvlab.studies.usage import Pair, usage
+
+TINY = Setup(arch="6-4-3", data="synthetic[features=6,classes=3,examples=50]", batch=20, dtype="float64")
+SHORT = "cg[max_iter=3,tol=0]"
+ALPHA = 0.5  # large enough for the damped Hessian of the tiny network to be definite
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("compare")
+
+
+@pytest.fixture(scope="module")
+def compared(folder) -> Comparison:
+    return compare(
+        TINY, ["fisher", "pch-1", "hessian"], ["kfi", SHORT], alpha=ALPHA, repetitions=2, output=folder
+    )
+
+
+def cell(compared: Comparison, provider: str, solver: str) -> dict:
+    frame = compared.cells
+    return frame[(frame["provider"] == provider) & (frame["solver"] == solver)].iloc[0].to_dict()
+
+
+def tiny_problem(activation: type[torch.nn.Module] = torch.nn.Tanh) -> curvlab.Problem:
+    generator = torch.Generator().manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 4), activation(), torch.nn.Linear(4, 3)).double()
+    for parameter in model.parameters():
+        with torch.no_grad():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    inputs = torch.randn(8, 5, generator=generator, dtype=torch.float64)
+    return curvlab.Problem(model, "cross-entropy", inputs, torch.tensor([0, 1, 2, 0, 1, 2, 0, 1]))
+
+
+def test_every_pair_has_a_cell_and_frames_have_the_columns_reports_read(compared):
+    assert compared.cells[["provider", "solver"]].values.tolist() == [
+        [provider, solver]
+        for provider in ("fisher", "pch-1", "hessian")
+        for solver in ("kfi", "cg[max_iter=3,tol=0.0]")
+    ]
+    assert list(compared.cells) == CELLS
+    assert list(compared.repetitions) == REPETITIONS
+    assert list(compared.errors) == ERRORS
+    assert list(compared.traces) == TRACES
+    assert list(compared.convergence) == CONVERGENCE
+    assert set(compared.repetitions["repetition"]) == {0, 1}
+
+
+def test_a_pair_that_does_not_exist_is_skipped_with_the_reason_and_is_no_failure(compared):
+    skipped = cell(compared, "hessian", "kfi")
+    assert skipped["status"] == "skipped"
+    assert "matrix-free" in skipped["message"]
+    assert math.isnan(skipped["total_seconds"])
+    assert compared.ok
+    assert any("matrix-free" in warning for warning in compared.warnings)
+
+
+def test_errors_in_the_store_equal_those_of_the_python_api(compared, folder):
+    expected = curvlab.errors(TINY.build_problem(), ["fisher", "pch-1", "hessian"])
+    for frame in (compared.errors, load_comparison(folder).errors):
+        assert frame["error"].tolist() == expected["error"].tolist()
+        assert frame["relative"].tolist() == expected["relative"].tolist()
+        assert frame["layer"].tolist() == expected["layer"].tolist()
+    total = expected[(expected["layer"] == "Total") & (expected["provider"] == "fisher")].iloc[0]
+    assert cell(compared, "fisher", "kfi")["error_relative"] == total["relative"]
+
+
+def test_bytes_and_operations_equal_those_of_usage_and_of_the_plan(compared):
+    problem = TINY.build_problem()
+    planned = plan(TINY, ["fisher", "pch-1"], ["kfi", SHORT], alpha=ALPHA, forms=["sample-space"])
+    for row in planned.to_dict("records"):
+        found = cell(compared, row["provider"], row["solver"])
+        used = usage(Pair(row["provider"], row["solver"], ALPHA), problem)
+        assert found["peak_bytes"] == found["planned_bytes"] == row["peak_bytes"] == used.peak_bytes
+        assert found["held_bytes"] == row["held_bytes"] == used.held_bytes
+        assert found["flops"] == row["flops"] == used.flops
+
+
+def test_closeness_to_newton_equals_the_dense_solution_by_autograd(compared):
+    problem = TINY.build_problem()
+    solution = curvlab.solve("kfi", curvlab.estimate("pch-1", problem), problem.gradient(), alpha=ALPHA)
+    ours, exact = dense_directions(problem, solution.direction, ALPHA)
+    found = cell(compared, "pch-1", "kfi")
+    cosine = float(ours @ exact / (ours.norm() * exact.norm()))
+    assert found["cosine"] == pytest.approx(cosine, abs=1e-7)
+    assert found["distance"] == pytest.approx(float((ours - exact).norm() / exact.norm()), abs=1e-6)
+    assert cell(compared, "hessian", "cg[max_iter=3,tol=0.0]")["distance"] < found["distance"]
+
+
+def dense_directions(problem, direction, alpha: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The given direction, and Newton's from a dense Hessian of each block by torch's autograd."""
+    batch = next(problem.batches())
+    parameters = dict(problem.model.named_parameters())
+    ours, exact = [], []
+    for name, parameter in parameters.items():
+
+        def loss(value, name=name):
+            called = torch.func.functional_call(problem.model, parameters | {name: value}, (batch.inputs,))
+            return torch.nn.functional.cross_entropy(called, batch.targets)
+
+        start = parameter.detach()
+        size = start.numel()
+        hessian = torch.autograd.functional.hessian(loss, start).reshape(size, size)
+        gradient = torch.func.grad(loss)(start).reshape(size)
+        damped = (1 - alpha) * hessian + alpha * torch.eye(size, dtype=hessian.dtype)
+        exact.append(torch.linalg.solve(damped, -gradient))
+        ours.append(direction[name].reshape(size))
+    return torch.cat(ours).detach(), torch.cat(exact).detach()
+
+
+def test_newton_says_why_where_the_damped_hessian_is_indefinite():
+    problem = tiny_problem()
+    exact = newton(problem, alpha=1e-6)
+    gradient = problem.gradient()
+    close = exact.joint({name: -gradient[name] for name in gradient})
+    assert math.isnan(close.cosine)
+    assert "indefinite" in close.reason
+    limited = newton(problem, alpha=0.05, parameters=10)
+    assert "39 parameters" in limited.joint(gradient).reason
+
+
+def test_seconds_are_medians_of_the_repetitions(compared):
+    times = compared.repetitions
+    own = times[(times["provider"] == "fisher") & (times["solver"] == "kfi")]
+    total = own[["estimate_seconds", "prepare_seconds", "apply_seconds"]].sum(axis=1)
+    found = cell(compared, "fisher", "kfi")
+    assert found["total_seconds"] == pytest.approx(total.median())
+    assert found["total_iqr"] == pytest.approx(total.quantile(0.75) - total.quantile(0.25))
+
+
+def test_repetitions_are_interleaved_and_rotate(folder, compared):
+    rows = Store(folder, read_only=True).rows("cost")
+    pairs = [(row["provider"], row["solver"]) for row in rows]
+    assert len(set(pairs[:5])) == 5
+    assert pairs[5:] == pairs[1:5] + pairs[:1]
+
+
+def counted(*arguments, **options) -> tuple[int, Comparison]:
+    """How many cells were measured, and the comparison."""
+    seen: list[int] = []
+    found = compare(*arguments, on_progress=lambda progress: seen.append(progress.done), **options)
+    return seen[-1], found
+
+
+def test_a_finished_comparison_is_not_run_again_and_more_repetitions_run_only_those(tmp_path):
+    ask = (TINY, ["fisher"], ["kfi"])
+    assert counted(*ask, repetitions=2, output=tmp_path)[0] == 4
+    assert counted(*ask, repetitions=2, output=tmp_path)[0] == 0
+    assert counted(*ask, repetitions=3, output=tmp_path)[0] == 1
+    assert counted(TINY, ["fisher[kind=empirical]"], ["kfi"], repetitions=3, output=tmp_path)[0] == 0
+    assert counted(*ask, repetitions=1, alpha=0.1, output=tmp_path)[0] == 3
+    assert counted(*ask, repetitions=1, output=tmp_path, fresh=True)[0] == 3
+
+
+def test_the_store_says_what_was_compared_and_loads_as_the_same_comparison(compared, folder):
+    loaded = load_comparison(folder)
+    for name in ("cells", "repetitions", "errors", "traces", "blocks"):
+        assert getattr(loaded, name).equals(getattr(compared, name)), name
+    assert loaded.config == compared.config
+    assert loaded.command == compared.command
+    assert json.loads((folder / "environment.json").read_text())["versions"]["torch"]
+    assert len((folder / "results.csv").read_text().splitlines()) == 1 + len(compared.cells)
+
+
+def test_one_torn_and_one_corrupted_line_cost_their_own_cells_only(tmp_path):
+    ask = (TINY, ["fisher"], ["kfi"])
+    counted(*ask, repetitions=2, output=tmp_path)
+    path = tmp_path / "results.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    lines[1] = "{corrupted\n"
+    path.write_text("".join(lines)[:-10])
+    with pytest.warns(UserWarning, match="line 2"):
+        assert counted(*ask, repetitions=2, output=tmp_path)[0] == 2
+    assert (tmp_path / "results.rejected.jsonl").exists()
+
+
+@dataclass(frozen=True)
+class Broken(Provider):
+    """Raises when it is estimated."""
+
+    needs_chain = False
+
+    def statistics(self, problem):
+        return ()
+
+    def curvature(self, context, name):
+        raise switch()
+
+
+def switch() -> Exception:
+    return RuntimeError("a defect of mine")
+
+
+def test_a_cell_that_fails_is_a_row_with_its_message_and_the_others_go_on(tmp_path):
+    found = compare(TINY, [Broken(), "fisher"], ["kfi"], repetitions=1, output=tmp_path)
+    assert found.cells["status"].tolist() == ["failed", "ok"]
+    assert "a defect of mine" in found.cells["message"][0]
+    assert not found.ok
+    assert any("a defect of mine" in failure for failure in found.failures)
+    ask = (TINY, [Broken(), "fisher"], ["kfi"])
+    assert counted(*ask, repetitions=1, output=tmp_path)[0] == 0
+    assert counted(*ask, repetitions=1, output=tmp_path, retry=True)[0] == 2
+
+
+def test_a_problem_is_compared_in_memory_and_told_apart_by_its_values(tmp_path):
+    problem = tiny_problem()
+    assert compare(problem, ["fisher"], ["kfi"], repetitions=1).ok
+    assert counted(problem, ["fisher"], ["kfi"], repetitions=1, output=tmp_path)[0] == 3
+    assert counted(problem, ["fisher"], ["kfi"], repetitions=1, output=tmp_path)[0] == 0
+    with torch.no_grad():
+        next(problem.model.parameters()).add_(1)
+    assert counted(problem, ["fisher"], ["kfi"], repetitions=1, output=tmp_path)[0] == 3
+
+
+def test_what_the_problem_makes_equal_is_said():
+    relu = compare(tiny_problem(torch.nn.ReLU), ["pch-1"], ["kfi"], repetitions=1)
+    assert any("PCH and Gauss-Newton are the same" in warning for warning in relu.warnings)
+
+
+def test_training_rows_are_there_for_pairs_and_baselines():
+    setup = Setup(data="digits[train=100,test=50]", batch=50)
+    found = compare(setup, ["pch-1"], ["ea-cg"], repetitions=1, epochs=1)
+    assert found.convergence["optimizer"].unique().tolist() == ["pch-1 + ea-cg", "sgd", "adam"]
+    assert found.convergence["epoch"].tolist() == [0, 1] * 3
+    assert found.ok
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda: compare(TINY, ["phc-1"]), "Did you mean `pch-1`"),
+        (lambda: compare(TINY, ["pch[gama=1]"]), "Did you mean `gamma`"),
+        (lambda: compare(TINY, []), "no provider was given"),
+        (lambda: compare(TINY, alpha=0.0), "alpha=0.0"),
+        (lambda: compare(TINY, repetitions=0), "repetitions=0"),
+        (lambda: compare(tiny_problem(), epochs=1), "training and a test part"),
+        (lambda: compare(tiny_problem(), executor="process"), "give a Setup"),
+        (lambda: compare(TINY, executor="proces"), "Did you mean `process`"),
+    ],
+)
+def test_mistakes_are_sentences(change: Callable[[], object], sentence: str):
+    with pytest.raises(SpecError) as raised:
+        change()
+    assert sentence in str(raised.value)
+
+
+def test_labels_are_short_and_canonical_texts_complete():
+    assert label(providers, "pch[gamma=-1]") == label(providers, "pch-1") == "pch-1"
+    assert label(providers, "pch[gamma=-0.5]") in (
+        "pch[gamma=-0.5]",
+        "pch-1[gamma=-0.5]",
+        "pch-2[gamma=-0.5]",
+    )
+    assert canonical(providers, "pch-1") == "pch[gamma=-1.0,output_gamma=-1.0]"
+    assert label(providers, Broken()) == "Broken()"
+
+
+def test_folders_merge_into_one_comparison(tmp_path):
+    for name, provider in (("a", "fisher"), ("b", "pch-1")):
+        compare(TINY, [provider], ["kfi"], repetitions=1, output=tmp_path / name)
+    merged, others = merge_comparisons([tmp_path / "a", tmp_path / "b"], tmp_path / "c")
+    joined = load_comparison(tmp_path / "c")
+    assert joined.cells["provider"].tolist() == ["fisher", "pch-1"]
+    assert (merged.added, others) == (7, 0)
+    assert len(Store(tmp_path / "a")) == 4

@@ -1,0 +1,48 @@
+"""Executors: every call once, in this process or in others, also when workers die."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from curvlab.exceptions import SpecError
+from curvlab.studies.executor import Process, Serial, place_of, run
+
+DIE = "__import__('os')._exit(1)"
+
+
+def test_serial_gives_each_result_before_it_starts_the_next_call():
+    log: list[str] = []
+    for done in run(lambda x: log.append(f"run {x}"), [1, 2], "serial"):
+        log.append(f"took {done.argument}")
+    assert log == ["run 1", "took 1", "run 2", "took 2"]
+
+
+def test_an_exception_is_the_outcome_of_its_call_and_the_others_go_on():
+    outcomes = list(run(lambda x: 1 / x, [1, 0, 2], "serial"))
+    assert [done.result for done in outcomes] == [1.0, None, 0.5]
+    assert isinstance(outcomes[1].error, ZeroDivisionError)
+
+
+def test_processes_and_a_given_executor_give_the_results_of_serial():
+    arguments = [f"{n}*{n}" for n in range(8)]
+    expected = sorted(n * n for n in range(8))
+    assert sorted(done.result for done in run(eval, arguments, "process[workers=2]")) == expected
+    with ThreadPoolExecutor(2) as pool:
+        assert sorted(done.result for done in run(eval, arguments, pool)) == expected
+        assert pool.submit(int).result() == 0
+
+
+def test_a_call_that_ends_its_workers_is_given_up_and_no_other_is_lost():
+    outcomes = list(run(eval, ["1+1", DIE, "2+2", "3+3"], Process(workers=2)))
+    assert sorted(done.argument for done in outcomes) == sorted(["1+1", DIE, "2+2", "3+3"])
+    results = {done.argument: done.result for done in outcomes if done.error is None}
+    assert results == {"1+1": 2, "2+2": 4, "3+3": 6}
+
+
+def test_places_by_name():
+    assert place_of("serial") == Serial()
+    assert place_of("process[workers=3]") == Process(3)
+    with pytest.raises(SpecError, match="at least one process"):
+        place_of("process[workers=0]")
