@@ -12,7 +12,7 @@ import hashlib
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,20 @@ from curvlab.measure import memory, timing
 
 ALL = ("narrow", "cifar10-fcnn", "imagenet10-fcnn")
 DEVICES = ("cpu", "accelerator")
+
+
+Contestants = tuple[Callable[[], object], Callable[[], object]]
+Track = TypeVar("Track", bound=Callable[..., float])
+
+
+def in_units(unit: str) -> Callable[[Track], Track]:
+    """Mark a `track_` method with the unit that asv shows."""
+
+    def mark(method: Track) -> Track:
+        method.unit = unit  # type: ignore[attr-defined]
+        return method
+
+    return mark
 
 
 def synchronised() -> float:
@@ -94,22 +108,21 @@ class Cost(Suite, ABC):
         """The process's peak, set-up and imports included."""
         self.run()
 
+    @in_units("bytes")
     def track_peak_bytes(self, *_: Any) -> int:
         """Peak bytes of tensors, counted exactly on the CPU and by the allocator elsewhere."""
         return memory.peak_bytes(self.run, device=self.device, baseline=self.baseline())
-
-    track_peak_bytes.unit = "bytes"  # type: ignore[attr-defined]
 
 
 class Ratio(Suite, ABC):
     """How many times as long the work takes as its rival, measured in turns."""
 
     work = ("prepare", "contestants")
-    repetitions = 7
+    repetitions = 9
     min_seconds = 0.02  # a measurement must outlast the scheduler's time slice
 
     @abstractmethod
-    def contestants(self) -> tuple[Callable[[], object], Callable[[], object]]:
+    def contestants(self) -> Contestants:
         """The work and its rival."""
 
     def measure(self) -> timing.Ratio:
@@ -120,8 +133,7 @@ class Ratio(Suite, ABC):
         )
         return timing.ratio(timings["work"], timings["rival"])
 
+    @in_units("x")
     def track_ratio(self, *_: Any) -> float:
         """The median ratio."""
         return self.measure().median
-
-    track_ratio.unit = "x"  # type: ignore[attr-defined]

@@ -31,19 +31,21 @@ class Error(base.Suite):
         for criterion, activation in product(CRITERIA, ACTIVATIONS):
             case = workload.Case(criterion=criterion, activation=activation, batch=500, dtype="float64")
             frame = curvlab.errors(workload.problem_of(case), PROVIDERS)
-            for row in frame[frame["layer"] == "Total"].itertuples():
-                totals[row.provider, criterion, activation] = (row.error, row.relative)
+            total = frame[frame["layer"] == "Total"].set_index("provider")
+            for provider in PROVIDERS:
+                found = float(total["error"][provider]), float(total["relative"][provider])
+                totals[provider, criterion, activation] = found
         return totals
 
     def setup(self, *_: Any) -> None:
         """Nothing: the numbers are there."""
 
+    @base.in_units("Frobenius norm")
     def track_error(self, totals: Totals, provider: str, _: str, criterion: str, activation: str) -> float:
         return totals[provider, criterion, activation][0]
 
+    @base.in_units("share")
     def track_relative_error(
         self, totals: Totals, provider: str, _: str, criterion: str, activation: str
     ) -> float:
         return totals[provider, criterion, activation][1]
-
-    track_error.unit = track_relative_error.unit = "Frobenius"

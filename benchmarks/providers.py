@@ -66,7 +66,7 @@ class PassRatio(base.Ratio):
         "device": base.DEVICES,
     }
 
-    def contestants(self):
+    def contestants(self) -> base.Contestants:
         provider, problem = self.given["provider"], self.problem
 
         def plain_pass() -> None:

@@ -7,13 +7,12 @@ that takes several times as long as the fastest at its first call is not measure
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import product
 from time import perf_counter
 
 import torch
-from torch import nn
 
 import curvlab
 from benchmarks.workload import cold
@@ -33,32 +32,27 @@ ALPHA = 0.05
 
 def rows(repetitions: int) -> list[dict[str, object]]:
     """One row for each solver, m and n."""
-    measured = (
-        row(curvature, gradient, model, solver, repetitions)
-        for curvature, gradient, model in systems()
+    measured = [
+        {"solver": solver, "n": n, "m": m, **row(problem, solver, repetitions)}
+        for n, m in product(WIDTHS, ROWS)
+        for problem in [first_layer(m, n)]
         for solver in SOLVERS
-    )
+    ]
     return sorted(measured, key=lambda found: SOLVERS.index(str(found["solver"])))
 
 
-def systems() -> Iterator[tuple[curvlab.Curvature, curvlab.Gradient, nn.Module]]:
-    """The first layer's curvature and gradient for every m and n, with the network to update."""
-    for n, m in product(WIDTHS, ROWS):
-        model = FCNN(widths=(n, OUTPUTS, 10)).build(seed=0)
-        draws = torch.Generator().manual_seed(0)
-        inputs, targets = torch.randn(m, n, generator=draws), torch.randint(10, (m,), generator=draws)
-        problem = curvlab.Problem(model, "cross-entropy", inputs, targets, layers=["0"])
-        yield curvlab.estimate("pch-1", problem), problem.gradient(), copy.deepcopy(model)
+def first_layer(m: int, n: int) -> curvlab.Problem:
+    """A network of two layers, of which the first is looked at."""
+    model = FCNN(widths=(n, OUTPUTS, 10)).build(seed=0)
+    draws = torch.Generator().manual_seed(0)
+    inputs, targets = torch.randn(m, n, generator=draws), torch.randint(10, (m,), generator=draws)
+    return curvlab.Problem(model, "cross-entropy", inputs, targets, layers=["0"])
 
 
-def row(
-    curvature: curvlab.Curvature,
-    gradient: curvlab.Gradient,
-    model: nn.Module,
-    solver: str,
-    repetitions: int,
-) -> dict[str, object]:
+def row(problem: curvlab.Problem, solver: str, repetitions: int) -> dict[str, object]:
     """The chosen route, and how its time compares with the best route's."""
+    curvature, gradient = curvlab.estimate("pch-1", problem), problem.gradient()
+    model = copy.deepcopy(problem.model)  # updated in place of the problem's, which the curvature is of
 
     def solve(route: str) -> curvlab.Solution:
         solution = curvlab.solve(f"{solver}[route={route}]", *cold(curvature, gradient), alpha=ALPHA)
@@ -71,11 +65,7 @@ def row(
     medians = {route: timing.median for route, timing in timings.items()}
     best = min(medians, key=lambda route: medians[route])
     share = medians[chosen] / medians[best]
-    m, n = gradient.factored("0.weight").inputs.rows.shape
     return {
-        "solver": solver,
-        "n": n,
-        "m": m,
         "chosen": chosen,
         "best": best,
         **{f"{route}, ms": f"{medians[route] * 1e3:.2f}" for route in ROUTES if route in medians},
@@ -84,7 +74,7 @@ def row(
     }
 
 
-def _worth(calls: dict[str, Callable[[], object]], chosen: str) -> list[str]:
+def _worth(calls: Mapping[str, Callable[[], object]], chosen: str) -> list[str]:
     """The routes that exist here and may be the fastest, and the chosen one."""
     first: dict[str, float] = {}
     for route, call in calls.items():

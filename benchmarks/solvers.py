@@ -59,12 +59,11 @@ class Iterations(base.Suite):
             raise NotImplementedError("this accelerator has no float64")
         self.curvature = curvlab.estimate(self.given["provider"], self.problem)
 
+    @base.in_units("iterations")
     def track_iterations(self, *_: Any) -> int:
         solver = f"{self.given['solver']}[max_iter=500,tol=1e-6]"
         solution = curvlab.solve(solver, self.curvature, self.problem.gradient(), alpha=ALPHA)
         return max(block.iterations for block in solution.blocks.values())
-
-    track_iterations.unit = "iterations"
 
 
 class ExplicitRatio(base.Ratio):
@@ -79,15 +78,15 @@ class ExplicitRatio(base.Ratio):
     }
     repetitions = 3
 
-    def contestants(self):
+    def contestants(self) -> base.Contestants:
         solver = self.given["solver"]
         curvature = curvlab.estimate(self.given["provider"], self.problem)
         gradient = self.problem.gradient()
 
-        def solve(spec: str):
-            return lambda: curvlab.solve(spec, *workload.cold(curvature, gradient), alpha=ALPHA)
+        def solve(spec: str) -> curvlab.Solution:
+            return curvlab.solve(spec, *workload.cold(curvature, gradient), alpha=ALPHA)
 
-        return solve(solver), solve(f"{solver}[formulation=explicit]")
+        return lambda: solve(solver), lambda: solve(f"{solver}[formulation=explicit]")
 
 
 class ProductRatio(base.Ratio):
@@ -101,7 +100,7 @@ class ProductRatio(base.Ratio):
         "device": base.DEVICES,
     }
 
-    def contestants(self):
+    def contestants(self) -> base.Contestants:
         solver, gradient = self.given["solver"], self.problem.gradient()
         curvature = curvlab.estimate(self.given["provider"], self.problem)
         products = workload.gradient_products(self.problem)

@@ -38,7 +38,7 @@ class SGDRatio(base.Ratio):
 
     axes = Step.axes
 
-    def contestants(self):
+    def contestants(self) -> base.Contestants:
         step = workload.second_order_step(self.problem, self.given["provider"], self.given["solver"])
         return step, workload.SGDStep.of(self.problem)
 
@@ -59,6 +59,7 @@ class Loss(base.Suite):
     def prepare(self) -> None:
         workload.problem_of.cache_clear()  # training changes the network: each run has its own
 
+    @base.in_units("loss")
     def track_loss(self, *_: Any) -> float:
         batch = next(self.problem.batches())
         optimizer = SecondOrder(
@@ -67,5 +68,3 @@ class Loss(base.Suite):
         for _step in range(STEPS):
             optimizer.step(batch.inputs, batch.targets)
         return float(self.problem.loss())
-
-    track_loss.unit = "loss"
