@@ -3,9 +3,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 JOBS   ?= 2
-SCALE  ?= smoke
-# What `make` runs, and what is passed on to pytest, asv and pip.
-WHAT     ?= all
+# What is passed on to pytest, asv and pip.
 ARGS     ?=
 PIP_ARGS ?=
 
