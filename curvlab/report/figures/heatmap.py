@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from textwrap import fill
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -37,7 +38,7 @@ def error_heatmap(
         return empty(ax, look, "no error was measured")
     values = table.to_numpy(dtype=float)
     _draw(ax, look, values)
-    ax.set_xticks(np.arange(columns) + 0.5, [shorten(str(name)) for name in table.columns])
+    ax.set_xticks(np.arange(columns) + 0.5, [fill(shorten(str(name)), 16) for name in table.columns])
     ax.set_yticks(np.arange(rows) + 0.5, [str(layer) for layer in table.index], rotation=0)
     ax.set(xlabel="", ylabel="layer")
     dress(ax, look, grid="none")

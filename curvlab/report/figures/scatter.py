@@ -58,11 +58,11 @@ def pareto_scatter(
     ax.set(xlabel=f"median time of estimate + prepare + apply ({unit.name})", ylabel=LABELS.get(error, error))
     _scales(ax, pairs, unit)
     dress(ax, look)
-    _name_points(ax, look, ahead, unit)
     providers, solvers = (
         list(dict.fromkeys(getattr(pair, what) for pair in pairs)) for what in ("provider", "solver")
     )
     legend(ax, look, handles(look, providers, solvers, lines=False))
+    _name_points(ax, look, ahead, unit)
     return ax
 
 
@@ -111,7 +111,10 @@ def _lower_end(pair: Candidate) -> float:
 
 def _name_points(ax: Axes, look: Look, ahead: Sequence[Candidate], unit: Unit) -> None:
     """The names on the front, left of the whisker, where nothing is cheaper; above where there is no room."""
-    inches = ax.get_window_extent().width / ax.figure.dpi
+    figure = ax.get_figure(root=True)
+    assert figure is not None
+    figure.draw_without_rendering()  # the legend takes its room, and the axes have their final width
+    inches = ax.get_window_extent().width / figure.dpi
     for pair in ahead:
         name, error = shorten(pair.name), 100 * pair.error
         place = _lower_end(pair) / unit.size, error
