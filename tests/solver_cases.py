@@ -31,8 +31,8 @@ Maker = Callable[[torch.dtype], curvlab.Problem]
 def network(widths: tuple[int, ...], dtype: torch.dtype = torch.float64, bias: bool = True) -> nn.Sequential:
     modules: list[nn.Module] = []
     for fan_in, fan_out in pairwise(widths):
-        modules += [nn.Linear(fan_in, fan_out, bias=bias), nn.Sigmoid()]
-    return nn.Sequential(*modules[:-1]).to(dtype)
+        modules += [nn.Linear(fan_in, fan_out, bias=bias, dtype=dtype), nn.Sigmoid()]
+    return nn.Sequential(*modules[:-1])
 
 
 def problem(

@@ -88,7 +88,13 @@ SPECS = [
     *(f"{solver}[route={route}]" for solver in SOLVERS for route in ("sample", "row", "dense")),
 ]
 PAIRS = [
-    *((provider, solver) for provider in KRONECKER for solver in SPECS),
+    *((provider, solver) for provider in ("fisher", "pch-1") for solver in SPECS),
+    *(
+        (provider, solver)
+        for provider in KRONECKER
+        for solver in SOLVERS
+        if provider not in ("fisher", "pch-1")
+    ),
     *((provider, "cg") for provider in MATRIX_FREE),
     *((provider, "cg[preconditioner=jacobi]") for provider in ("hessian", "pch-1")),
 ]

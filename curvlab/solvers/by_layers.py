@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import nan
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ from curvlab.solvers.damping import Damping
 from curvlab.solvers.measures import BiasMeasures, WeightMeasures
 from curvlab.solvers.solution import BlockSolution, Direction, Solution
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 __all__ = ["entry_of", "solve_by_layers"]
 
 
@@ -29,29 +33,74 @@ def entry_of(gradient: Mapping[str, Tensor], name: str) -> Tensor | RowGradient:
 
 
 def solve_by_layers(
-    solver: Solver, name: str, curvature: Curvature, gradient: Mapping[str, Tensor], damping: Damping
+    solver: Solver,
+    name: str,
+    curvature: Curvature,
+    gradient: Mapping[str, Tensor],
+    damping: Damping,
+    process_group: ProcessGroup | None = None,
 ) -> Solution:
-    """Solve layer by layer; a failure names the layer, the reason and the advice."""
-    entries: dict[str, Tensor | RowProduct] = {}
-    blocks: dict[str, BlockSolution] = {}
-    for layer in curvature.layers:
-        given = LayerGradient(
-            None if layer.weight_name is None else entry_of(gradient, layer.weight_name),
-            None if layer.bias_name is None else gradient[layer.bias_name],
-        )
+    """Solve layer by layer, shared out over the ranks of a `process_group` where that is cheaper."""
+    systems = _Systems(solver, curvature, gradient, damping)
+    if process_group is None:
+        solved = [systems.solve(layer) for layer in curvature.layers]
+    else:
+        solved = _solve_shared(systems, process_group)
+    entries = {entry: step for one in solved for entry, step in one.entries().items()}
+    blocks = {entry: block for one in solved for entry, block in one.blocks().items()}
+    return Solution(name, curvature.provider, damping, Direction(entries), blocks)
+
+
+def _solve_shared(systems: _Systems, process_group: ProcessGroup) -> list[_Solved]:
+    from curvlab.distributed.group import Group
+    from curvlab.distributed.sharing import owners, shared_out
+
+    group, layers = Group(process_group), systems.curvature.layers
+    chosen = owners(systems.solver, systems.curvature, group.size)
+    if chosen is None:
+        return [systems.solve(layer) for layer in layers]
+    return shared_out(systems.solve, layers, chosen, systems.known, group)
+
+
+class _Systems:
+    """The systems of all layers: what a solver is asked to solve."""
+
+    def __init__(
+        self, solver: Solver, curvature: Curvature, gradient: Mapping[str, Tensor], damping: Damping
+    ) -> None:
+        self.solver, self.curvature, self.damping = solver, curvature, damping
+        self.gradients = {layer.name: _layer_gradient(layer, gradient) for layer in curvature.layers}
+
+    def solve(self, layer: LayerCurvature) -> _Solved:
+        """Solve one layer; a failure names the layer, the reason and the advice."""
+        provider = self.curvature.provider
         try:
-            solved = _solve_layer(solver, layer, damping, given)
+            return _solve_layer(self.solver, layer, self.damping, self.gradients[layer.name])
         except NotPositiveDefiniteError as error:
             raise SolveError(
-                f"layer `{layer.name}`: the damped factor of `{curvature.provider}` is not positive definite "
+                f"layer `{layer.name}`: the damped factor of `{provider}` is not positive definite "
                 f"(smallest eigenvalue {error.smallest:.3g}), in float64 either. Increase the damping, or "
                 f"use solver `cg`, which stops at negative curvature"
             ) from error
         except (NotFiniteError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
-            raise SolveError(f"layer `{layer.name}` of `{curvature.provider}`: {error}") from error
-        entries |= solved.entries()
-        blocks |= solved.blocks()
-    return Solution(name, curvature.provider, damping, Direction(entries), blocks)
+            raise SolveError(f"layer `{layer.name}` of `{provider}`: {error}") from error
+
+    def known(self, layer: LayerCurvature) -> dict[str, object]:
+        """What every rank holds of a layer, by name: it is not sent with a solution."""
+        gradient = self.gradients[layer.name]
+        held: dict[str, object] = {"layer": layer, "gradient": gradient}
+        if layer.inputs is not None:
+            held["inputs"] = layer.inputs.full
+        if isinstance(gradient.weight, RowGradient):
+            held["rows"] = gradient.weight.inputs
+        return held
+
+
+def _layer_gradient(layer: LayerCurvature, gradient: Mapping[str, Tensor]) -> LayerGradient:
+    return LayerGradient(
+        None if layer.weight_name is None else entry_of(gradient, layer.weight_name),
+        None if layer.bias_name is None else gradient[layer.bias_name],
+    )
 
 
 @dataclass(frozen=True, eq=False)

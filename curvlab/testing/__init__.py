@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from curvlab.testing.providers import check_provider
+from curvlab.testing.solvers import check_solver
 
-__all__ = ["check_provider"]
+__all__ = ["check_provider", "check_solver"]

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from curvlab.curvature import Curvature, StaleWarning
-from curvlab.exceptions import ProblemError, SpecError, StaleError
+from curvlab.exceptions import ProblemError, StaleError
 from curvlab.linalg import Block
 from curvlab.problem import Problem
 from curvlab.providers import Provider, estimate
 from curvlab.providers.registry import providers
 from curvlab.testing.cases import Case
+from curvlab.testing.checking import check_frozen, check_text, require
 from curvlab.testing.traces import differences, mark, state_of
 
 __all__ = ["ON_A_CURVATURE", "ON_A_PROBLEM", "ON_THE_PROVIDER", "Subject"]
@@ -61,44 +59,15 @@ class Subject:
         return {name: block.to_dense() for name, block in self.curvature.blocks.items()}
 
 
-def require(holds: bool, sentence: str) -> None:
-    """Raise AssertionError with `sentence` unless `holds`."""
-    if not holds:
-        raise AssertionError(sentence)
-
-
-class _Operations(TorchDispatchMode):
-    """Notes every torch operation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 def check_configuration(provider: Provider) -> None:
     """A frozen dataclass, equal by value, whose constructor does no work."""
     require(isinstance(provider, Provider), "it does not derive from curvlab.providers.Provider")
-    # Looked up in the class itself: a plain class inherits the marks of a base that is a dataclass.
-    own: Any = vars(type(provider)).get("__dataclass_params__")
-    frozen = own is not None and own.frozen
-    require(frozen, "it is no frozen dataclass: decorate it with `@dataclass(frozen=True)`")
-    with _Operations() as operations:
-        again = dataclasses.replace(provider)
-    require(not operations.seen, f"its constructor does work: {', '.join(operations.seen[:3])}")
-    require(again == provider and hash(again) == hash(provider), "two of the same fields are not equal")
+    check_frozen(provider)
 
 
 def check_spec(provider: Provider) -> None:
     """A registered provider is what its own text says."""
-    try:
-        text = providers.canonical(provider)
-    except SpecError:
-        return  # used as an instance only: there is no text to read back
-    require(providers.make(text) == provider, f"`{text}` makes {providers.make(text)}, not {provider}")
+    check_text(providers, provider)
 
 
 def check_side_effects(subject: Subject) -> None:

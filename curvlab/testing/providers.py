@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import TypeVar
+from collections.abc import Collection
 
-from curvlab.exceptions import SpecError
 from curvlab.problem import Problem
 from curvlab.providers import Provider
 from curvlab.providers.registry import providers
 from curvlab.testing.cases import Case, small_cases
+from curvlab.testing.checking import check_exempt, run
 from curvlab.testing.provider_checks import ON_A_CURVATURE, ON_A_PROBLEM, ON_THE_PROVIDER, Subject
 
 __all__ = ["check_provider"]
-
-T = TypeVar("T")
 
 
 def check_provider(
@@ -46,11 +43,9 @@ def check_provider(
     >>> check_provider("pch[gamma=-0.5]")
     """
     known = [*ON_THE_PROVIDER, *ON_A_PROBLEM, *ON_A_CURVATURE]
-    unknown = sorted(set(exempt) - set(known))
-    if unknown:
-        raise SpecError(f"exempt={unknown}: there is no such check; the checks are {known}")
+    check_exempt(exempt, known)
     instance = providers.make(provider)
-    _run(ON_THE_PROVIDER, instance, exempt, f"`{provider}`")
+    run(ON_THE_PROVIDER, instance, exempt, f"`{provider}`")
     cases = small_cases() if problem is None else [Case.of(problem)]
     refusals = [_check_case(provider, Subject(instance, case), exempt) for case in cases]
     if all(refusals):
@@ -62,20 +57,7 @@ def check_provider(
 def _check_case(provider: str | Provider, subject: Subject, exempt: Collection[str]) -> str | None:
     """Run the checks on one case; why the provider refuses it, if it does."""
     where = f"`{provider}` on {subject.case.label}"
-    _run(ON_A_PROBLEM, subject, exempt, where)
+    run(ON_A_PROBLEM, subject, exempt, where)
     if subject.refusal is None:
-        _run(ON_A_CURVATURE, subject, exempt, where)
+        run(ON_A_CURVATURE, subject, exempt, where)
     return subject.refusal
-
-
-def _run(checks: dict[str, Callable[[T], None]], subject: T, exempt: Collection[str], where: str) -> None:
-    for name, check in checks.items():
-        if name in exempt:
-            continue
-        try:
-            check(subject)
-        except AssertionError as error:
-            raise AssertionError(f"{where} fails the check `{name}`: {error}") from error
-        except Exception as error:
-            what = f"{type(error).__name__}: {error}"
-            raise AssertionError(f"{where} fails the check `{name}`: it raises {what}") from error

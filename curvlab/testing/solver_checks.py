@@ -1,0 +1,210 @@
+"""The checks that `check_solver` runs, one promise each; each raises AssertionError with a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from curvlab.curvature import Curvature, Definiteness
+from curvlab.exceptions import PairError
+from curvlab.gradient import Gradient
+from curvlab.problem import Problem
+from curvlab.providers import estimate
+from curvlab.solvers import LayerGradient, Mixed, Solution, Solver, Status, solve, solvers
+from curvlab.testing.cases import Case
+from curvlab.testing.checking import check_frozen, check_text, require
+from curvlab.testing.traces import differences, state_of
+
+__all__ = ["ON_A_CURVATURE", "ON_THE_SOLVER", "SolverSubject"]
+
+ALPHA = 0.1
+SAME = 1e-8
+SINGLE = 1e-2
+FACTOR = 1024.0
+
+
+@dataclass(frozen=True, eq=False)
+class SolverSubject:
+    """A solver on the curvature of a case; what it makes of it is computed once."""
+
+    solver: Solver
+    case: Case
+    provider: str
+
+    @cached_property
+    def problem(self) -> Problem:
+        """The case in float64."""
+        return self.case.problem()
+
+    @cached_property
+    def curvature(self) -> Curvature:
+        """The provider's curvature of `problem`."""
+        return estimate(self.provider, self.problem)
+
+    @cached_property
+    def gradient(self) -> Gradient:
+        """The gradient of `problem`, in factors."""
+        return self.problem.gradient()
+
+    @cached_property
+    def plain(self) -> dict[str, Tensor]:
+        """The same gradient as plain tensors, which could come from anywhere."""
+        return dict(self.gradient)
+
+    @cached_property
+    def solution(self) -> Solution:
+        """What the solver makes of the curvature and its own gradient."""
+        return self.solve(self.gradient)
+
+    def solve(self, gradient: Mapping[str, Tensor], curvature: Curvature | None = None) -> Solution:
+        """Solve with this gradient."""
+        return solve(self.solver, self.curvature if curvature is None else curvature, gradient, alpha=ALPHA)
+
+
+def check_configuration(solver: Solver) -> None:
+    """A frozen dataclass, equal by value, whose constructor does no work."""
+    require(isinstance(solver, Solver), "it does not derive from curvlab.solvers.Solver")
+    check_frozen(solver)
+
+
+def check_spec(solver: Solver) -> None:
+    """A registered solver is what its own text says."""
+    check_text(solvers, solver)
+
+
+def check_blocks(subject: SolverSubject) -> None:
+    """One finite step a parameter, of its name, shape and dtype."""
+    direction, blocks = subject.solution.direction, subject.curvature.blocks
+    require(list(direction) == list(blocks), f"it gives steps for {list(direction)}; expected {list(blocks)}")
+    for name, step in direction.items():
+        expected = subject.plain[name]
+        require(step.shape == expected.shape, f"the step of `{name}` has shape {tuple(step.shape)}")
+        require(step.dtype == expected.dtype, f"the step of `{name}` is {step.dtype}, not {expected.dtype}")
+        require(bool(torch.isfinite(step).all()), f"the step of `{name}` is not finite")
+
+
+def check_residual(subject: SolverSubject) -> None:
+    """A step that is said to be converged solves the system that the solver documents."""
+    for name, block in subject.solution.blocks.items():
+        claimed = block.outcome is None or block.status is not Status.ITERATION_LIMIT
+        solved = block.residual <= max(block.tolerance, SAME)
+        sentence = f"the step of `{name}` does not solve its own system (residual {block.residual:.3g})"
+        require(not claimed or solved, sentence)
+
+
+def check_descent(subject: SolverSubject) -> None:
+    """gᵀd < 0 wherever g is not zero, for a curvature that is positive semi-definite."""
+    for name, block in subject.solution.blocks.items():
+        size = float(subject.plain[name].norm() * subject.solution.direction[name].norm())
+        descends = block.slope < 0 if size > 0 else block.slope == 0
+        require(descends, f"the step of `{name}` does not descend (gᵀd = {block.slope:.3g})")
+
+
+def check_zero(subject: SolverSubject) -> None:
+    """No gradient, no step."""
+    solution = subject.solve({name: torch.zeros_like(value) for name, value in subject.plain.items()})
+    for name, step in solution.direction.items():
+        require(not bool(step.any()), f"the step of `{name}` is not zero though the gradient is")
+
+
+def check_homogeneous(subject: SolverSubject) -> None:
+    """A gradient of another size gives a step of another size."""
+    scaled = subject.solve({name: FACTOR * value for name, value in subject.plain.items()})
+    once = subject.solve(subject.plain)
+    for name, step in once.direction.items():
+        _close(scaled.direction[name], FACTOR * step, SAME, f"the step of `{name}` does not scale with g")
+
+
+def check_origin(subject: SolverSubject) -> None:
+    """A gradient in factors and the same as plain tensors give the same step."""
+    plain = subject.solve(subject.plain)
+    for name, step in subject.solution.direction.items():
+        sentence = f"the step of `{name}` is another for the same gradient as plain tensors"
+        _close(plain.direction[name], step, SAME, sentence)
+
+
+def check_phases(subject: SolverSubject) -> None:
+    """`prepare` reads the gradient's form only: its state serves another gradient."""
+    for layer in subject.curvature.layers:
+        names = (layer.weight_name, layer.bias_name)
+        given = LayerGradient(*(None if name is None else subject.plain[name] for name in names))
+        other = LayerGradient(*(None if name is None else subject.plain[name].cos() for name in names))
+        damping = Mixed(ALPHA)
+        reused = subject.solver.apply(subject.solver.prepare(layer, damping, given), other)
+        fresh = subject.solver.apply(subject.solver.prepare(layer, damping, other), other)
+        for what in ("weight", "bias"):
+            value, expected = getattr(reused, what), getattr(fresh, what)
+            if isinstance(value, Tensor):
+                _close(value, expected, SAME, f"prepare reads the values of the {what}'s gradient")
+
+
+def check_side_effects(subject: SolverSubject) -> None:
+    """The model, the batch, the random state and the gradient are as before."""
+    before = state_of(subject.problem) | {
+        f"the gradient of `{n}`": g.clone() for n, g in subject.plain.items()
+    }
+    subject.solve(subject.plain)
+    subject.solve(subject.gradient)
+    after = state_of(subject.problem) | {f"the gradient of `{n}`": g for n, g in subject.plain.items()}
+    changed = differences(before, after)
+    require(not changed, f"it changes {', '.join(changed[:3])}")
+
+
+def check_repeatable(subject: SolverSubject) -> None:
+    """A second call gives the same."""
+    again = subject.solve(subject.gradient)
+    for name, step in subject.solution.direction.items():
+        _close(again.direction[name], step, SAME, f"a second call gives another step of `{name}`")
+
+
+def check_precision(subject: SolverSubject) -> None:
+    """float32 agrees with float64."""
+    problem = subject.case.problem(torch.float32)
+    single = subject.solve(problem.gradient(), estimate(subject.provider, problem))
+    for name, step in subject.solution.direction.items():
+        size = float(subject.plain[name].norm())
+        if size > SINGLE * SINGLE:
+            value = single.direction[name].to(step.dtype)
+            _close(value, step, SINGLE, f"float32 gives another step of `{name}`")
+
+
+def check_refusal(subject: SolverSubject) -> None:
+    """An indefinite or matrix-free curvature is solved, or refused with a PairError that says why."""
+    indefinite = replace(subject.curvature, definiteness=Definiteness(False, "said so for this check"))
+    for curvature in (indefinite, estimate("hessian", subject.problem)):
+        try:
+            solution = subject.solve(subject.gradient, curvature)
+        except PairError as error:
+            require(curvature.provider in str(error), "its PairError does not name the provider")
+            continue
+        for name, step in solution.direction.items():
+            require(bool(torch.isfinite(step).all()), f"the step of `{name}` is not finite")
+
+
+def _close(value: Tensor, expected: Tensor, tolerance: float, sentence: str) -> None:
+    size, error = float(expected.norm()), float((value - expected).norm())
+    # A difference that is NaN is not close.
+    require(error <= tolerance * size, f"{sentence} (they differ by {error:.3g}, the size is {size:.3g})")
+
+
+ON_THE_SOLVER: dict[str, Callable[[Solver], None]] = {
+    "configuration": check_configuration,
+    "spec": check_spec,
+}
+ON_A_CURVATURE: dict[str, Callable[[SolverSubject], None]] = {
+    "blocks": check_blocks,
+    "residual": check_residual,
+    "descent": check_descent,
+    "zero": check_zero,
+    "homogeneous": check_homogeneous,
+    "origin": check_origin,
+    "phases": check_phases,
+    "side-effects": check_side_effects,
+    "repeatable": check_repeatable,
+    "precision": check_precision,
+    "refusal": check_refusal,
+}
