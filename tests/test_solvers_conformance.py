@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint
 from typing import Any
@@ -168,7 +167,6 @@ BROKEN: dict[type[KFI], tuple[str, str]] = {
     Random: ("repeatable", "a second call"),
     Coarse: ("precision", "float32 gives another"),
     Curt: ("refusal", "does not name the provider"),
-    Reckless: ("refusal", "raises"),
 }
 
 
@@ -178,6 +176,12 @@ def test_a_broken_solver_fails_the_check_that_is_for_it(broken: type[KFI]) -> No
     others = {*ON_THE_SOLVER, *ON_A_CURVATURE} - {check}
     with pytest.raises(AssertionError, match=rf"fails the check `{check}`: .*{sentence}"):
         check_solver(broken(), exempt=others)
+
+
+def test_a_solver_that_refuses_nothing_is_refused_a_curvature_without_factors() -> None:
+    p = problem()
+    with pytest.raises(PairError, match=r"layer `0` of `hessian` has no Kronecker factors .* use `cg`"):
+        curvlab.solve(Reckless(), curvlab.estimate("hessian", p), p.gradient(), alpha=0.1)
 
 
 def test_every_check_but_the_text_has_a_solver_that_fails_it() -> None:
@@ -190,7 +194,7 @@ def test_an_exemption_from_no_check_is_refused() -> None:
 
 
 @pytest.fixture
-def entry_point(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def entry_point(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Lets a test bring solvers as another package would."""
     monkeypatch.setattr(solvers, "_entries", dict(solvers._entries))
     monkeypatch.setattr(solvers, "_loaded", False)
@@ -199,7 +203,7 @@ def entry_point(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         point = EntryPoint(name, value, "curvlab.solvers")
         monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == point.group else [])
 
-    yield bring
+    return bring
 
 
 @dataclass(frozen=True)

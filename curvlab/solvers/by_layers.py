@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from curvlab.curvature import Curvature, LayerCurvature
-from curvlab.exceptions import SolveError
+from curvlab.exceptions import PairError, SolveError
 from curvlab.gradient import Gradient, RowGradient
 from curvlab.linalg import RowProduct
 from curvlab.linalg.inverse import NotFiniteError, NotPositiveDefiniteError
@@ -74,6 +74,11 @@ class _Systems:
     def solve(self, layer: LayerCurvature) -> _Solved:
         """Solve one layer; a failure names the layer, the reason and the advice."""
         provider = self.curvature.provider
+        if layer.output is None or (layer.inputs is None and layer.weight_name is not None):
+            raise PairError(
+                f"layer `{layer.name}` of `{provider}` has no Kronecker factors to solve by: use `cg`, which "
+                f"needs products only"
+            )
         try:
             return _solve_layer(self.solver, layer, self.damping, self.gradients[layer.name])
         except NotPositiveDefiniteError as error:
