@@ -5,7 +5,7 @@
 The systems share the operator's one pass: their vectors are columns of one tensor, `dot` gives a
 scalar a system and `spread` lays scalars out over the columns. Scalars stay tensors; a finished
 system is frozen by a mask, and convergence is read back to the host every `read_interval` iterations
-(0: never). Right-hand sides are normalised, so nothing under- or overflows.
+(0: never). Right-hand sides are normalised, so the small residuals of late iterations do not underflow.
 """
 
 from __future__ import annotations
