@@ -141,7 +141,7 @@ def comparison() -> SimpleNamespace:
         status="ok", message="", newton_reason=""
     )
     for column in ("estimate", "prepare", "apply", "total"):
-        cells[f"{column}_seconds"], cells[f"{column}_iqr"] = [0.01, 0.2, 0.0009, 0.03], 1e-4
+        cells[f"{column}_seconds"], cells[f"{column}_iqr"] = [2.0, 10.0, 0.5, 1.0], 1e-4
     for column in (
         "peak_bytes",
         "planned_bytes",
@@ -239,12 +239,12 @@ def test_tables_sort_by_click_and_by_keyboard_with_unknown_values_last(browser: 
     assert browser.evaluate(f"{head}.textContent").startswith("total")
     browser.evaluate(f"{head}.querySelector('button').click()")
     assert browser.evaluate(f"{head}.getAttribute('aria-sort')") == "ascending"
-    assert browser.evaluate(values) == ["0.0009", "0.01", "0.2", "nan"]
+    assert browser.evaluate(values) == ["0.5", "2.0", "10.0", "nan"]
     browser.evaluate(f"{head}.querySelector('button').focus()")
     for kind in ("keyDown", "keyUp"):
         browser.call("Input.dispatchKeyEvent", type=kind, key="Enter", text="\r", windowsVirtualKeyCode=13)
     assert browser.evaluate(f"{head}.getAttribute('aria-sort')") == "descending"
-    assert browser.evaluate(values) == ["0.2", "0.01", "0.0009", "nan"]
+    assert browser.evaluate(values) == ["10.0", "2.0", "0.5", "nan"]
 
 
 def test_dark_mode_changes_paper_ink_and_figures(browser: Browser, page: Path) -> None:
