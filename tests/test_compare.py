@@ -25,6 +25,7 @@ from curvlab.studies.store import Store
 from curvlab.studies.usage import Pair, usage
 
 TINY = Setup(arch="6-4-3", data="synthetic[features=6,classes=3,examples=50]", batch=20, dtype="float64")
+PROVIDERS = ["fisher", "pch-1", "hessian"]
 SHORT = "cg[max_iter=3,tol=0]"
 ALPHA = 0.5  # large enough for the damped Hessian of the tiny network to be definite
 
@@ -36,9 +37,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def compared(folder) -> Comparison:
-    return compare(
-        TINY, ["fisher", "pch-1", "hessian"], ["kfi", SHORT], alpha=ALPHA, repetitions=2, output=folder
-    )
+    return compare(TINY, PROVIDERS, ["kfi", SHORT], alpha=ALPHA, repetitions=2, output=folder)
 
 
 def cell(compared: Comparison, provider: str, solver: str) -> dict:
@@ -58,9 +57,7 @@ def tiny_problem(activation: type[torch.nn.Module] = torch.nn.Tanh) -> curvlab.P
 
 def test_every_pair_has_a_cell_and_frames_have_the_columns_reports_read(compared):
     assert compared.cells[["provider", "solver"]].values.tolist() == [
-        [provider, solver]
-        for provider in ("fisher", "pch-1", "hessian")
-        for solver in ("kfi", "cg[max_iter=3,tol=0.0]")
+        [provider, solver] for provider in PROVIDERS for solver in ("kfi", "cg[max_iter=3,tol=0.0]")
     ]
     assert list(compared.cells) == CELLS
     assert list(compared.repetitions) == REPETITIONS
@@ -193,7 +190,7 @@ def test_one_torn_and_one_corrupted_line_cost_their_own_cells_only(tmp_path):
     lines = path.read_text().splitlines(keepends=True)
     lines[1] = "{corrupted\n"
     path.write_text("".join(lines)[:-10])
-    with pytest.warns(UserWarning, match="line 2"):
+    with pytest.warns(UserWarning, match=r"line (2|5)"):
         assert counted(*ask, repetitions=2, output=tmp_path)[0] == 2
     assert (tmp_path / "results.rejected.jsonl").exists()
 
@@ -270,11 +267,7 @@ def test_mistakes_are_sentences(change: Callable[[], object], sentence: str):
 
 def test_labels_are_short_and_canonical_texts_complete():
     assert label(providers, "pch[gamma=-1]") == label(providers, "pch-1") == "pch-1"
-    assert label(providers, "pch[gamma=-0.5]") in (
-        "pch[gamma=-0.5]",
-        "pch-1[gamma=-0.5]",
-        "pch-2[gamma=-0.5]",
-    )
+    assert label(providers, "pch-2[gamma=-0.5]") == "pch[gamma=-0.5]"
     assert canonical(providers, "pch-1") == "pch[gamma=-1.0,output_gamma=-1.0]"
     assert label(providers, Broken()) == "Broken()"
 

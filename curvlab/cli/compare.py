@@ -188,26 +188,13 @@ def show_comparison(compared: Comparison) -> None:
     """The table of cells, what to know of them, and the answer."""
     from curvlab.report import recommend
 
-    columns = {
-        "Provider": "fold",
-        "Solver": "fold",
-        "Error": "right",
-        "Time": "right",
-        "Peak": "right",
-        "cos": "right",
-        "Status": "left",
-    }
+    numbers = dict.fromkeys(("Error", "Time", "Peak", "cos"), "right")
+    columns = {"Provider": "fold", "Solver": "fold"} | numbers
     table(columns, [_cells_row(cell) for cell in compared.cells.to_dict("records")])
     if not compared.convergence.empty:
         last = compared.convergence.groupby("optimizer", sort=False).tail(1)
-        wanted = {
-            "Optimizer": "fold",
-            "Epochs": "right",
-            "Seconds": "right",
-            "Train loss": "right",
-            "Test loss": "right",
-            "Accuracy": "right",
-        }
+        names = ("Epochs", "Seconds", "Train loss", "Test loss", "Accuracy")
+        wanted = {"Optimizer": "fold"} | dict.fromkeys(names, "right")
         table(wanted, [_convergence_row(row) for row in last.to_dict("records")])
     for warning in compared.warnings:
         paragraph(f"Note: {warning}")
@@ -221,10 +208,9 @@ def _cells_row(cell: dict[Any, Any]) -> list[str]:
         cell["provider"],
         cell["solver"],
         _number(cell["error_relative"], "{:.2%}"),
-        seconds_text(cell["total_seconds"], cell["total_iqr"]),
+        seconds_text(cell["total_seconds"], cell["total_iqr"]) if cell["status"] == "ok" else cell["status"],
         bytes_text(cell["peak_bytes"]),
         _number(cell["cosine"], "{:.3f}"),
-        cell["status"],
     ]
 
 

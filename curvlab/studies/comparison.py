@@ -227,7 +227,9 @@ def _frame(rows: Iterable[Row], columns: list[str]) -> pd.DataFrame:
     texts = TEXTS | {"block", "layer", "layer_name", "optimizer"}
     for name in columns:
         frame[name] = (
-            frame[name].fillna("").astype(str) if name in texts - {"layer"} else _number(frame[name], name)
+            frame[name].astype(object).fillna("").astype(str)
+            if name in texts - {"layer"}
+            else _number(frame[name], name)
         )
     return frame
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ def merge_comparisons(folders: Sequence[str | Path], into: str | Path) -> tuple[
     """
     into = Path(into)
     done = merge(folders, into)
+    # What a study is, is the same in both; when and with which commit it began need not be.
+    done = replace(done, conflicts=[c for c in done.conflicts if c.kept.get("kind") != "study"])
     rows = Store(into).rows()
     studies = {row["key"]: row for row in rows if row.get("kind") == "study"}
     if not studies:

@@ -1,0 +1,286 @@
+"""The commands that compare, plan, list, report and merge: output, exit codes, and what mistakes say."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from curvlab.cli import main
+
+TINY = ["--arch", "6-4-3", "--data", "synthetic[features=6,classes=3,examples=50]", "--batch", "20"]
+CELLS = ["-p", "fisher", "-p", "pch-1", "-s", "kfi", "-s", "ea-cg[max_iter=2]", "-r", "1"]
+
+
+def call(*arguments: str | Path, columns: int = 80) -> Result:
+    return CliRunner(env={"COLUMNS": str(columns)}).invoke(main, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("cli")
+
+
+@pytest.fixture(scope="module")
+def first(folder) -> Result:
+    return call("compare", *TINY, *CELLS, "-o", folder / "run")
+
+
+def test_compare_prints_a_table_within_80_columns_and_where_the_report_is(first, folder):
+    assert first.exit_code == 0, first.output
+    assert f"Report: {folder / 'run' / 'report.html'}" in first.stdout
+    table = [line for line in first.stdout.splitlines() if "Report:" not in line]
+    assert max(len(line) for line in table) <= 80
+    for word in ("fisher", "pch-1", "ea-cg[max_iter=2]", "kfi", " ms", "kB"):
+        assert word in first.stdout
+    for name in (
+        "results.jsonl",
+        "results.csv",
+        "config.toml",
+        "environment.json",
+        "report.html",
+        "report.md",
+    ):
+        assert (folder / "run" / name).is_file()
+    assert list((folder / "run" / "figures").iterdir())
+
+
+def test_progress_is_not_written_where_there_is_no_terminal(first):
+    assert first.stderr == ""
+
+
+def test_json_is_one_document_on_standard_output_and_holds_the_store_s_numbers(first, folder):
+    found = call("compare", *TINY, *CELLS, "-o", folder / "run", "--json")
+    document = json.loads(found.stdout)
+    rows = [json.loads(line) for line in (folder / "run" / "results.jsonl").read_text().splitlines()]
+    solved = {(row["provider"], row["solver"]): row for row in rows if row["kind"] == "solve"}
+    assert document["ok"]
+    assert len(document["cells"]) == len(solved) == 4
+    for cell in document["cells"]:
+        for name in ("peak_bytes", "planned_bytes", "flops", "residual"):
+            assert cell[name] == solved[cell["provider"], cell["solver"]][name]
+
+
+def test_the_written_configuration_runs_again_to_the_same_cells(first, folder):
+    again = call("compare", "--config", folder / "run" / "config.toml", "-o", folder / "run", "--json")
+    rows = (folder / "run" / "results.jsonl").read_text().splitlines()
+    assert again.exit_code == 0, again.output
+    assert len(rows) == 1 + 2 + 4 + 4
+
+
+def test_the_command_in_the_report_is_one_that_finds_every_row_again(first, folder):
+    import shlex
+
+    command = json.loads(call("report", folder / "run", "--json").stdout)["command"]
+    before = (folder / "run" / "results.jsonl").read_text()
+    again = call(*shlex.split(command)[1:], "-o", folder / "run", "--quiet")
+    assert again.exit_code == 0
+    assert (folder / "run" / "results.jsonl").read_text() == before
+
+
+def test_quiet_prints_nothing(first, folder):
+    found = call("compare", *TINY, *CELLS, "-o", folder / "run", "--quiet")
+    assert (found.exit_code, found.output) == (0, "")
+
+
+def test_report_renders_again_what_was_deleted(first, folder):
+    (folder / "run" / "report.html").unlink()
+    found = call("report", folder / "run")
+    assert found.exit_code == 0
+    assert (folder / "run" / "report.html").is_file()
+
+
+def test_merge_joins_folders_and_report_shows_both(first, folder):
+    other = call(
+        "compare", *TINY, "-p", "gauss-newton", "-s", "kfi", "-r", "1", "-o", folder / "other", "--quiet"
+    )
+    assert other.exit_code == 0
+    merged = call("merge", folder / "run", folder / "other", "-o", folder / "both")
+    assert merged.exit_code == 0, merged.output
+    assert "14 rows added, 0 were there already, 0 in conflict" in merged.stdout
+    document = json.loads(call("report", folder / "both", "--json").stdout)
+    assert {cell["provider"] for cell in document["cells"]} == {"fisher", "pch-1", "gauss-newton"}
+
+
+def test_a_skipped_pair_is_no_failure(folder):
+    found = call("compare", *TINY, "-p", "hessian", "-s", "kfi", "-r", "1", "-o", folder / "skipped")
+    assert found.exit_code == 0, found.output
+    assert "skipped" in found.stdout
+    assert "matrix-free" in " ".join(found.stdout.split())
+
+
+def test_a_failed_cell_gives_exit_code_1_and_its_reason(folder, monkeypatch):
+    from curvlab.studies import cells
+
+    def broken(*arguments: object) -> None:
+        raise RuntimeError("no such luck")
+
+    monkeypatch.setattr(cells, "usage", broken)
+    found = call("compare", *TINY, "-p", "fisher", "-s", "kfi", "-r", "1", "-o", folder / "failed")
+    assert found.exit_code == 1
+    assert "fisher + kfi: RuntimeError: no such luck" in found.stderr
+    assert "failed" in found.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["-p", "phc-1"], "Did you mean `pch-1`"),
+        (["-s", "ea-cg[max_itr=3]"], "Did you mean `max_iter`"),
+        (["-s", "cg[max_iter=-1]"], "must not be negative"),
+        (["--arch", "20-10-3"], "20"),
+        (["--arch", "digits-fcn"], "Did you mean `digits-fcnn`"),
+        (["--data", "digit"], "Did you mean `digits`"),
+        (["--criterion", "crossentropy"], "Did you mean `cross-entropy`"),
+        (["--alpha", "0"], "must be in (0, 1]"),
+        (["--batch", "0"], "at least one example"),
+        (["--device", "quantum"], "not a torch device"),
+        (["-r", "0"], "x>=1"),
+        (["--executor", "proces"], "Did you mean `process`"),
+        (["--model", "nowhere.to:be"], "nowhere"),
+        (["--config", "missing.toml"], "cannot read missing.toml"),
+    ],
+)
+def test_usage_errors_are_a_sentence_and_exit_code_2(arguments, sentence, tmp_path):
+    found = call("compare", *TINY, *arguments, "-o", tmp_path / "out")
+    assert found.exit_code == 2, found.output
+    assert sentence in found.stderr
+    assert "Traceback" not in found.output
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ('provider = ["pch-1"]', "Did you mean `providers`"),
+        ("alpha = 'much'", "`alpha` is 'much'; expected a number"),
+        ("providers = [1]", "expected a list of names"),
+        ("batch = true", "expected an integer"),
+        ("alpha = ", "is not a TOML file"),
+        ("[data]\nname = 'digits'", "is a table"),
+    ],
+)
+def test_mistakes_in_a_configuration_file_are_sentences(text, sentence, tmp_path):
+    (tmp_path / "study.toml").write_text(text)
+    found = call("compare", "--config", tmp_path / "study.toml", "-o", tmp_path / "out")
+    assert found.exit_code == 2, found.output
+    assert sentence in found.stderr
+
+
+def test_options_win_over_the_configuration_file(tmp_path):
+    (tmp_path / "study.toml").write_text(
+        'providers = ["fisher"]\nsolvers = "kfi"\nbatch = 7\nrepetitions = 1'
+    )
+    found = call("compare", *TINY, "--config", tmp_path / "study.toml", "-o", tmp_path / "out", "--json")
+    config = json.loads(found.stdout)["config"]
+    assert (config["batch"], config["providers"], config["repetitions"]) == (20, ["fisher"], 1)
+
+
+def test_an_unwritable_folder_is_said_before_anything_is_measured(tmp_path):
+    (tmp_path / "file").write_text("")
+    found = call("compare", *TINY, "-o", tmp_path / "file" / "out")
+    assert found.exit_code == 2
+    assert "cannot write to the folder" in found.stderr
+
+
+def test_a_folder_without_results_is_said():
+    found = call("report", Path(__file__).parent)
+    assert found.exit_code == 1
+    assert "no results at" in found.stderr
+
+
+FULL_DISK = """
+import resource, signal, sys
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+from curvlab.cli import main
+main(sys.argv[1:])
+"""
+
+
+def test_a_full_disk_is_a_sentence_and_leaves_a_store_that_resumes(tmp_path):
+    arguments = ["compare", *TINY, *CELLS, "-o", str(tmp_path)]
+    full = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, *arguments], capture_output=True, text=True, check=False
+    )
+    assert full.returncode == 1, full.stderr
+    assert "What was stored before is whole" in full.stderr
+    assert "Traceback" not in full.stderr
+    kept = (tmp_path / "results.jsonl").read_bytes()
+    assert 0 < len(kept) <= 4096
+    assert kept.endswith(b"\n")
+    again = call(*arguments)
+    assert again.exit_code == 0, again.output
+    assert (tmp_path / "results.jsonl").read_bytes().startswith(kept)
+
+
+def test_plan_says_what_fits_within_80_columns():
+    found = call(
+        "plan", "--arch", "20000-8-3", "--batch", "10", "-p", "fisher", "-s", "kfi", "--memory", "100MB"
+    )
+    assert found.exit_code == 0, found.output
+    assert max(len(line) for line in found.stdout.splitlines()) <= 80
+    assert "does not fit" in found.stdout
+    assert "20000×20000" in found.stdout
+
+
+def test_plan_prints_json(tmp_path):
+    document = json.loads(call("plan", *TINY, "-p", "fisher", "-s", "kfi", "--json").stdout)
+    assert [cell["form"] for cell in document["cells"]] == ["sample-space", "textbook"]
+    assert call("plan", *TINY, "--memory", "lots").exit_code == 2
+
+
+def test_list_shows_every_registry_and_the_pairs_within_80_columns():
+    found = call("list")
+    assert found.exit_code == 0
+    assert max(len(line) for line in found.stdout.splitlines()) <= 80
+    for word in (
+        "pch-1",
+        "ea-cg",
+        "max_iter=20",
+        "tukey",
+        "imagenet10-fcnn",
+        "cifar10",
+        "Pairs that exist",
+        "process",
+    ):
+        assert word in found.stdout
+    document = json.loads(call("list", "--json").stdout)
+    assert document["pairs"]["hessian"] == {
+        "cg": True,
+        "ea-cg": False,
+        "exact": False,
+        "kfi": False,
+        "sm-kfi": False,
+    }
+    assert call("list", "solvers").stdout.count("Name") == 1
+
+
+@pytest.mark.parametrize("command", ["compare", "plan", "list", "report", "merge"])
+def test_help_shows_examples(command):
+    found = call(command, "--help")
+    assert found.exit_code == 0
+    assert f"curvlab {command}" in found.stdout.split("Examples:")[1]
+
+
+def test_models_data_and_criteria_of_the_user_s_own_are_compared(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    Path("own_study.py").write_text(
+        "import torch\n"
+        "from torch.nn import Linear, Sequential, Tanh\n"
+        "def build():\n    return Sequential(Linear(4, 3), Tanh(), Linear(3, 2))\n"
+        "def batches():\n    return torch.ones(6, 4).cumsum(0), torch.tensor([0, 1, 0, 1, 0, 1])\n"
+        "huber = torch.nn.CrossEntropyLoss(label_smoothing=0.1)\n"
+    )
+    own = ["--model", "own_study:build", "--data", "own_study:batches", "--criterion", "own_study:huber"]
+    arguments = ["compare", *own, "-p", "fisher", "-s", "kfi", "-r", "1", "-o", "out"]
+    found = call(*arguments)
+    assert found.exit_code == 0, found.output
+    rows = Path("out/results.jsonl").read_text()
+    assert call(*arguments, "--quiet").exit_code == 0
+    assert Path("out/results.jsonl").read_text() == rows
+    assert call(*arguments, "--epochs", "1").exit_code == 2
