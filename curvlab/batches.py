@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,11 +11,11 @@ import torch
 from torch import Tensor
 
 from curvlab.criteria import Criterion
-from curvlab.exceptions import ProblemError, StaleError
+from curvlab.exceptions import NoRowsError, ProblemError, StaleError
 from curvlab.fingerprint import Fingerprint
 from curvlab.network import Network
 
-__all__ = ["Batch", "Single", "Stream", "checked", "source"]
+__all__ = ["Batch", "Nothing", "Single", "Stream", "checked", "source"]
 
 DTYPES = (torch.float32, torch.float64)
 
@@ -36,6 +37,10 @@ class Single:
     def __str__(self) -> str:
         return f"{len(self.batch.inputs)} examples"
 
+    def examples(self) -> int:
+        """How many examples there are."""
+        return len(self.batch.inputs)
+
 
 @dataclass(eq=False)
 class Stream:
@@ -46,6 +51,14 @@ class Stream:
 
     def __str__(self) -> str:
         return "a stream of batches"
+
+    def examples(self) -> int:
+        """How many examples a pass has; none for a stream that gives no batch."""
+        if self.first is None:
+            with suppress(NoRowsError):
+                for _ in self.batches():
+                    pass
+        return 0 if self.first is None else self.first.examples
 
     def batches(self) -> Iterator[Batch]:
         """One pass; torch's random state, from which a DataLoader draws its order, is put back after it."""
@@ -62,7 +75,7 @@ class Stream:
 
     def _compare(self, seen: Fingerprint) -> None:
         if not seen.examples:
-            raise ProblemError(
+            raise NoRowsError(
                 "the re-iterable gave no batch: it is empty, or its first pass used it up. Pass "
                 "a list of batches or a DataLoader"
             )
@@ -77,6 +90,22 @@ class Stream:
                 f"the batches changed between two passes: {what}. Curvature needs the same data in every "
                 f"pass: turn off random augmentation, random sampling, and drop_last together with shuffling"
             )
+
+
+@dataclass(frozen=True, eq=False)
+class Nothing:
+    """No rows at all: the part of a rank that has none."""
+
+    def __str__(self) -> str:
+        return "no rows"
+
+    def examples(self) -> int:
+        """None."""
+        return 0
+
+    def batches(self) -> Iterator[Batch]:
+        """None."""
+        return iter(())
 
 
 def source(inputs: Tensor | Iterable[Any], targets: Tensor | None) -> Single | Stream:
@@ -114,7 +143,8 @@ def _pair(item: Any, what: str) -> Batch:
     inputs, targets = item
     if len(inputs) == 0:
         raise ProblemError(
-            f"inputs of {what} have shape {tuple(inputs.shape)}: at least one example is needed"
+            f"inputs of {what} have shape {tuple(inputs.shape)}: at least one example is needed. (A rank of "
+            f"a process group that has none passes [] instead)"
         )
     if len(targets) != len(inputs):
         raise ProblemError(

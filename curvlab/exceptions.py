@@ -11,8 +11,10 @@ __all__ = [
     "CurvlabError",
     "DataError",
     "MatrixFreeError",
+    "NoRowsError",
     "PairError",
     "ProblemError",
+    "RankError",
     "SolveError",
     "SpecError",
     "StaleError",
@@ -26,6 +28,10 @@ class CurvlabError(Exception):
 
 class ProblemError(CurvlabError, ValueError):
     """A model, criterion or batch that cannot be analysed: names the layer or argument."""
+
+
+class NoRowsError(ProblemError):
+    """Data of which no row counts: alone no mean exists, in a process group the other ranks have the rows."""
 
 
 class SpecError(CurvlabError, ValueError):
@@ -54,3 +60,7 @@ class DataError(CurvlabError, RuntimeError):
 
 class StoreError(CurvlabError, RuntimeError):
     """A results store that cannot be read or written: names the file and the line."""
+
+
+class RankError(CurvlabError, RuntimeError):
+    """Another rank of a process group failed, or was asked for something else: names the rank."""

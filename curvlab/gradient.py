@@ -7,7 +7,7 @@ batch, with weights c that sum to one): ∇_W = Sᵀ diag(c) H and ∇_b = Sᵀ 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from curvlab.linalg import GramFactor
 from curvlab.recording import LayerRecord, Recording
 
-__all__ = ["Gradient", "RowGradient", "gradient_of", "mean_gradient"]
+__all__ = ["Gradient", "GradientMean", "RowGradient", "gradient_of", "mean_gradient"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,16 +82,33 @@ def gradient_of(recording: Recording) -> Gradient:
     return Gradient({name: entry for record in recording.layers for name, entry in _entries(record).items()})
 
 
-def mean_gradient(recordings: Iterable[Recording]) -> Gradient:
+@dataclass
+class GradientMean:
     """The gradient over several batches, as running sums: no batch is held."""
-    sums: dict[str, Tensor] = {}
-    total: Tensor | float = 0.0
-    for recording in recordings:
+
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    weight: Tensor | None = None
+
+    def add(self, recording: Recording) -> None:
+        """Count a batch with its weight."""
         weight = recording.total_weight
         for name, value in gradient_of(recording).items():
-            sums[name] = value * weight if name not in sums else sums[name].add_(value * weight)
-        total = total + weight
-    return Gradient({name: value / total for name, value in sums.items()})
+            counted = value * weight
+            self.sums[name] = counted if name not in self.sums else self.sums[name].add_(counted)
+        self.weight = weight if self.weight is None else self.weight + weight
+
+    def value(self) -> Gradient:
+        """The mean so far."""
+        assert self.weight is not None
+        return Gradient({name: total / self.weight for name, total in self.sums.items()})
+
+
+def mean_gradient(recordings: Iterable[Recording]) -> Gradient:
+    """The gradient over several batches."""
+    mean = GradientMean()
+    for recording in recordings:
+        mean.add(recording)
+    return mean.value()
 
 
 def _entries(record: LayerRecord) -> dict[str, Tensor | RowGradient]:

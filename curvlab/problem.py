@@ -11,20 +11,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from curvlab.batches import Batch, Single, Stream, checked, source
+from curvlab.batches import Batch, Nothing, Single, Stream, checked, source
 from curvlab.criteria import Criterion
 from curvlab.exceptions import ProblemError
 from curvlab.gradient import Gradient, gradient_of, mean_gradient
 from curvlab.names import criterion_named
 from curvlab.network import Network
-from curvlab.recorder import Weightless, record
+from curvlab.recorder import Weightless, call, record, row_weights
 from curvlab.recording import Recording
 from curvlab.versions import Versions
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from curvlab.distributed.joint import Joint
 
 __all__ = ["Batch", "Problem"]
 
@@ -70,9 +75,17 @@ class Problem:
         other._bind(inputs, targets)
         return other
 
+    def without_rows(self) -> Problem:
+        """The same model and criterion on no rows: what a rank of a process group has that has none."""
+        other = self.on([])
+        other._source = Nothing()
+        return other
+
     def _bind(self, inputs: Tensor | Iterable[Any], targets: Tensor | None) -> None:
-        self._source: Single | Stream = source(inputs, targets)
+        self._source: Single | Stream | Nothing = source(inputs, targets)
         self._recording: tuple[Versions, Recording] | None = None
+        # What the ranks of a process group know of their rows together.
+        self.joint: Joint | None = None
         if isinstance(self._source, Single):
             self._source = Single(self._checked(self._source.batch, "the batch"))
 
@@ -84,7 +97,7 @@ class Problem:
     @property
     def streamed(self) -> bool:
         """Whether the data come as a re-iterable of batches."""
-        return isinstance(self._source, Stream)
+        return not isinstance(self._source, Single)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -116,7 +129,7 @@ class Problem:
         if not self.streamed:
             yield self.recording()
             return
-        first_row, counted = 0, False
+        first_row, counted = 0, isinstance(self._source, Nothing)
         for batch in self.batches():
             with suppress(Weightless):
                 yield record(self.network, self.criterion, batch.inputs, batch.targets, first_row)
@@ -134,12 +147,41 @@ class Problem:
             self._recording = (versions, record(self.network, self.criterion, batch.inputs, batch.targets))
         return self._recording[1]
 
-    def gradient(self) -> Gradient:
-        """E[∇ξ], by parameter name; a weight's gradient is formed only when it is asked for."""
+    def examples(self) -> int:
+        """Number of examples; a stream is counted in a pass of its own unless one has been made."""
+        return self._source.examples()
+
+    def total_weight(self) -> Tensor:
+        """Σ c_i over all rows, their logits and targets checked on the way; no layer is recorded."""
+        weights = []
+        for batch in self.batches():
+            logits = call(self.model, batch.inputs).detach()
+            self.criterion.check(logits, batch.targets)
+            with suppress(Weightless):
+                weights.append(row_weights(self.criterion, logits, batch.targets).sum())
+        if not weights:
+            if isinstance(self._source, Nothing):
+                return self.network.layers[0].weight.new_zeros(())
+            raise Weightless
+        return torch.stack(weights).sum()
+
+    def gradient(self, *, process_group: ProcessGroup | None = None) -> Gradient:
+        """E[∇ξ], by parameter name; a weight's gradient is formed only when it is asked for.
+
+        With a `process_group` E is over the rows of all its ranks, each of which must make this call.
+        """
+        if process_group is not None:
+            from curvlab.distributed.joint import joined
+
+            return joined(self, process_group, gradient=True).gradient
         return mean_gradient(self.recordings()) if self.streamed else gradient_of(self.recording())
 
-    def loss(self) -> Tensor:
-        """E[ξ], as torch's mean-reduced loss gives it."""
+    def loss(self, *, process_group: ProcessGroup | None = None) -> Tensor:
+        """E[ξ], as torch's mean-reduced loss gives it; with a `process_group` over the rows of all ranks."""
+        if process_group is not None:
+            from curvlab.distributed.joint import joined
+
+            return joined(self, process_group, loss=True).loss
         means = [(recording.loss, recording.total_weight) for recording in self.recordings()]
         losses, weights = (torch.stack(column) for column in zip(*means, strict=True))
         return losses @ (weights / weights.sum())

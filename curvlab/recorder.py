@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from curvlab import device
 from curvlab.criteria import Criterion
-from curvlab.exceptions import ProblemError
+from curvlab.exceptions import NoRowsError, ProblemError
 from curvlab.layers import Layer
 from curvlab.network import Network
 from curvlab.recording import ChainRecording, GraphRecording, Recording
@@ -23,7 +23,7 @@ from curvlab.recording import ChainRecording, GraphRecording, Recording
 __all__ = ["Weightless", "call", "record", "row_weights", "uncompiled"]
 
 
-class Weightless(ProblemError):
+class Weightless(NoRowsError):
     """A batch of which no example counts; a stream goes on without it."""
 
     def __init__(self) -> None:

@@ -12,8 +12,10 @@ pass, σ', σ'', Jacobians) is computed when first asked for, and kept.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -51,6 +53,12 @@ class Recording(ABC):
     def examples(self) -> int:
         """Number of examples in the batch."""
         return self.logits.shape[0]
+
+    def numbered_from(self, first_row: int) -> Self:
+        """The same recording with its rows numbered from `first_row` on, sharing what was computed of it."""
+        other = copy(self)
+        object.__setattr__(other, "first_row", first_row)
+        return other
 
     @cached_property
     def total_weight(self) -> Tensor:

@@ -11,7 +11,7 @@ outlive their batch (`ema`, `refresh_every`) do.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,10 +29,14 @@ from curvlab.optim.packing import pack, unpack
 from curvlab.problem import Problem
 from curvlab.providers import estimate
 from curvlab.providers.base import Provider
+from curvlab.providers.estimate import Chosen
 from curvlab.providers.registry import providers
 from curvlab.solvers import Solution, solve
 from curvlab.solvers.base import Solver
 from curvlab.solvers.registry import solvers
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["SecondOrder"]
 
@@ -57,6 +61,8 @@ class SecondOrder(torch.optim.Optimizer):
             k-th estimate.
         refresh_every: estimate the curvature at every k-th step only.
         adapt: Levenberg-Marquardt adaptation of alpha; True for its defaults.
+        process_group: step on the rows of all ranks of this group: every rank calls `step` with its own
+            part of the batch (which may have no rows), and all take the same step.
 
     `on_solution`, if set, is called with every step's `Solution` before the parameters change. The model
     is used in the mode it is in; layers that are random in training mode are refused.
@@ -85,6 +91,7 @@ class SecondOrder(torch.optim.Optimizer):
         ema: float = 0.0,
         refresh_every: int = 1,
         adapt: LevenbergMarquardt | bool = False,
+        process_group: ProcessGroup | None = None,
     ) -> None:
         network = Network.of(model)
         self._model, self._criterion = network.model, criterion_named(criterion)
@@ -98,6 +105,7 @@ class SecondOrder(torch.optim.Optimizer):
         self.max_grad_norm = _positive("max_grad_norm", max_grad_norm)
         self.ema, self.refresh_every = _fraction("ema", ema), _count("refresh_every", refresh_every)
         self.adapt = (LevenbergMarquardt() if adapt else None) if isinstance(adapt, bool) else adapt
+        self.process_group = process_group
         self.on_solution: Callable[[Solution], None] | None = None
         self._base: Problem | None = None
         self._kept: Curvature | None = None
@@ -140,11 +148,15 @@ class SecondOrder(torch.optim.Optimizer):
         optimizer are then as they were. `p.grad` is neither read nor written.
         """
         inputs, targets = _batch(inputs, targets)
+        if self.process_group is not None and isinstance(inputs, Tensor) and len(inputs) == 0:
+            inputs, targets = [], None
         with torch.no_grad():
             problem = self._problem(inputs, targets)
-            loss, gradient = problem.loss(), problem.gradient()
-            curvature, keep, estimated = self._curvature(problem)
-            solution = solve(self._solver, curvature, gradient, alpha=self._alpha)
+            estimating = self._kept is None or self._steps % self.refresh_every == 0
+            loss, gradient, fresh = self._observe(problem, estimating)
+            curvature, keep = self._curvature(problem, fresh)
+            group = self.process_group
+            solution = solve(self._solver, curvature, gradient, alpha=self._alpha, process_group=group)
             changes = list(self._changes(solution, self._clipping(gradient)))
             check_finite(changes)
             if self.on_solution is not None:
@@ -152,7 +164,7 @@ class SecondOrder(torch.optim.Optimizer):
             adapting = self.adapt is not None and (self._steps + 1) % self.adapt.every == 0
             predicted = _predicted(changes, solution, curvature, gradient) if adapting else 0.0
             self._apply(changes)
-            self._kept, self._estimates, self._steps = keep, self._estimates + estimated, self._steps + 1
+            self._kept, self._estimates, self._steps = keep, self._estimates + estimating, self._steps + 1
             if adapting:
                 self._adapt(float(loss), predicted, problem)
         return loss
@@ -179,19 +191,30 @@ class SecondOrder(torch.optim.Optimizer):
             )
         return list(trainable.values())
 
-    def _curvature(self, problem: Problem) -> tuple[Curvature, Curvature | None, bool]:
-        """The curvature to step with, the one to keep for later steps, and whether it was estimated now."""
-        if self._kept is not None and self._steps % self.refresh_every:
-            return self._kept, self._kept, False
-        fresh = estimate(self._provider, problem)
+    def _observe(self, problem: Problem, estimating: bool) -> tuple[Tensor, Gradient, Curvature | None]:
+        """Loss, gradient and, where it is time for one, a new curvature; of all ranks in one exchange."""
+        if self.process_group is None:
+            loss, gradient = problem.loss(), problem.gradient()
+            return loss, gradient, estimate(self._provider, problem) if estimating else None
+        from curvlab.distributed.estimate import estimate_jointly
+
+        chosen = Chosen.of([self._provider] if estimating else [], problem)
+        found = estimate_jointly(chosen, problem, self.process_group, gradient=True, loss=True)
+        return found.joint.loss, found.joint.gradient, found.curvatures[0] if estimating else None
+
+    def _curvature(self, problem: Problem, fresh: Curvature | None) -> tuple[Curvature, Curvature | None]:
+        """The curvature to step with and the one to keep for later steps, from a new one or the one kept."""
+        if fresh is None:
+            assert self._kept is not None
+            return self._kept, self._kept
         if not self.ema and self.refresh_every == 1:
-            return fresh, None, True
+            return fresh, None
         own = kept(fresh, problem.tensors.values())
         if not self.ema or self._kept is None:
-            return fresh, own, True
+            return fresh, own
         decay = min(1 - 1 / (self._estimates + 1), self.ema)
         averaged = average(self._kept, own, decay, self._reads)
-        return averaged, averaged, True
+        return averaged, averaged
 
     def _clipping(self, gradient: Gradient) -> float:
         if self.max_grad_norm is None:
@@ -226,7 +249,7 @@ class SecondOrder(torch.optim.Optimizer):
     def _adapt(self, before: float, predicted: float, problem: Problem) -> None:
         assert self.adapt is not None
         try:
-            after = float(problem.loss())
+            after = float(problem.loss(process_group=self.process_group))
         except ProblemError:
             after = float("inf")
         self._alpha = self.adapt.adapted(self._alpha, before - after, predicted)

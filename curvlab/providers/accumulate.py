@@ -8,6 +8,7 @@ take no more than `ROW_BYTES`; once they are as many, the dense form is smaller 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,9 +17,11 @@ from torch import Tensor
 from curvlab.exceptions import ProblemError, StaleError
 from curvlab.linalg import DenseFactor, Factor, GramFactor
 from curvlab.linalg.inputs import InputFactors
+from curvlab.providers.statistics import Statistic, Values
+from curvlab.recording import Recording
 from curvlab.versions import Stamp
 
-__all__ = ["ROW_BYTES", "InputMean", "Mean", "RowMean", "TensorMean", "mean_of"]
+__all__ = ["ROW_BYTES", "InputMean", "Mean", "Means", "RowMean", "TensorMean", "mean_of"]
 
 ROW_BYTES = 2 * 1024**3
 
@@ -151,3 +154,29 @@ def mean_of(value: Tensor | Factor | InputFactors) -> Mean:
     if isinstance(value, InputFactors):
         return InputMean()
     return RowMean() if isinstance(value, GramFactor) else TensorMean()
+
+
+class Means:
+    """The means of several statistics, from one recording after the other.
+
+    `first_row` is the number of the first row among the rows of all workers.
+    """
+
+    def __init__(self, statistics: Sequence[Statistic], first_row: int = 0) -> None:
+        self.statistics, self.first_row = tuple(statistics), first_row
+        self._held: dict[Statistic, list[Mean]] = {}
+
+    def add(self, recording: Recording) -> None:
+        """Count a batch with its weight."""
+        for statistic in self.statistics:
+            numbered = recording
+            if statistic.keyed_by_row and self.first_row:
+                numbered = recording.numbered_from(self.first_row + recording.first_row)
+            values = statistic.of(numbered)
+            held = self._held.setdefault(statistic, [mean_of(value) for value in values])
+            for mean, value in zip(held, values, strict=True):
+                mean.add(value, recording.total_weight)  # type: ignore[arg-type]
+
+    def values(self) -> dict[Statistic, Values]:
+        """The means so far."""
+        return {statistic: tuple(mean.value() for mean in held) for statistic, held in self._held.items()}

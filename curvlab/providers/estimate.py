@@ -3,28 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import overload
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, overload
 
 from curvlab.curvature import Curvature
 from curvlab.exceptions import SpecError
 from curvlab.problem import Problem
-from curvlab.providers.accumulate import Mean, mean_of
+from curvlab.providers.accumulate import Means
 from curvlab.providers.base import Context, Provider
 from curvlab.providers.registry import providers
 from curvlab.providers.statistics import Statistic, Values
+from curvlab.versions import Versions
 
-__all__ = ["estimate"]
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["Chosen", "estimate"]
 
 
 @overload
-def estimate(provider: str | Provider, problem: Problem) -> Curvature: ...  # type: ignore[overload-overlap]
+def estimate(  # type: ignore[overload-overlap]
+    provider: str | Provider, problem: Problem, *, process_group: ProcessGroup | None = None
+) -> Curvature: ...
 @overload
-def estimate(provider: Sequence[str | Provider], problem: Problem) -> list[Curvature]: ...
 def estimate(
-    provider: str | Provider | Sequence[str | Provider], problem: Problem
+    provider: Sequence[str | Provider], problem: Problem, *, process_group: ProcessGroup | None = None
+) -> list[Curvature]: ...
+def estimate(
+    provider: str | Provider | Sequence[str | Provider],
+    problem: Problem,
+    *,
+    process_group: ProcessGroup | None = None,
 ) -> Curvature | list[Curvature]:
     """The curvature of `problem` by one provider, or by several in a single pass.
+
+    With a `process_group` it is the curvature over the rows of all its ranks, each of which must make this
+    call; products with a matrix-free one (`hessian`, `gauss-newton[kind=exact]`) are then calls that all
+    ranks must make, too. Without the argument nothing communicates.
 
     >>> import torch, curvlab
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
@@ -33,15 +48,36 @@ def estimate(
     ['fisher', 'pch-1']
     """
     if isinstance(provider, str) or not isinstance(provider, Sequence):
-        return estimate([provider], problem)[0]
-    named = [_named(spec) for spec in provider]
-    for name, instance in named:
-        instance.check(problem, name)
+        return estimate([provider], problem, process_group=process_group)[0]
+    chosen = Chosen.of(provider, problem)
+    if process_group is not None:
+        from curvlab.distributed.estimate import estimate_jointly
+
+        return estimate_jointly(chosen, problem, process_group).curvatures
     versions = problem.versions
-    wanted = {s: None for _, instance in named for s in instance.statistics(problem)}
-    context = Context(problem, _means(problem, list(wanted)))
-    curvatures = [instance.curvature(context, name) for name, instance in named]
-    return [c if c.versions is not None else replace(c, versions=versions) for c in curvatures]
+    return chosen.curvatures(Context(problem, _means(problem, chosen.statistics)), versions)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Providers that were found fit for a problem, under their names, and all statistics they need."""
+
+    named: tuple[tuple[str, Provider], ...]
+    statistics: tuple[Statistic, ...]
+
+    @classmethod
+    def of(cls, chosen: Sequence[str | Provider], problem: Problem) -> Chosen:
+        """Look the providers up and let them check the problem, before any work is done."""
+        named = tuple(_named(spec) for spec in chosen)
+        for name, provider in named:
+            provider.check(problem, name)
+        wanted = {statistic: None for _, provider in named for statistic in provider.statistics(problem)}
+        return cls(named, tuple(wanted))
+
+    def curvatures(self, context: Context, versions: Versions) -> list[Curvature]:
+        """What the providers make of the statistics, dated as of `versions`."""
+        made = [provider.curvature(context, name) for name, provider in self.named]
+        return [c if c.versions is not None else replace(c, versions=versions) for c in made]
 
 
 def _named(spec: str | Provider) -> tuple[str, Provider]:
@@ -59,15 +95,10 @@ def _named(spec: str | Provider) -> tuple[str, Provider]:
         return type(instance).__name__, instance
 
 
-def _means(problem: Problem, wanted: list[Statistic]) -> dict[Statistic, Values]:
+def _means(problem: Problem, wanted: Sequence[Statistic]) -> dict[Statistic, Values]:
     """The means of all `wanted` statistics over all rows, from one pass."""
-    if not wanted:
-        return {}
-    means: dict[Statistic, list[Mean]] = {}
-    for recording in problem.recordings():
-        for statistic in wanted:
-            values = statistic.of(recording)
-            held = means.setdefault(statistic, [mean_of(value) for value in values])
-            for mean, value in zip(held, values, strict=True):
-                mean.add(value, recording.total_weight)  # type: ignore[arg-type]
-    return {statistic: tuple(mean.value() for mean in held) for statistic, held in means.items()}
+    means = Means(wanted)
+    if wanted:
+        for recording in problem.recordings():
+            means.add(recording)
+    return means.values()

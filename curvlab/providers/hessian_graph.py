@@ -7,7 +7,6 @@ between, Linear layers over sequences. Every product runs the model on the data 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from functools import partial
 
 import torch
@@ -17,7 +16,7 @@ from torch.func import functional_call, grad, vjp
 from curvlab.linalg import OperatorBlock
 from curvlab.problem import Batch, Problem
 from curvlab.providers.live import LiveData
-from curvlab.recorder import Weightless, call, row_weights, uncompiled
+from curvlab.recorder import uncompiled
 
 __all__ = ["GraphHessian"]
 
@@ -29,19 +28,7 @@ class GraphHessian:
         self.data = LiveData.of(problem)
         self.problem = problem
         self.layers = problem.network.selected
-        self.total_weight = self._total_weight()
-
-    def _total_weight(self) -> Tensor:
-        """Σ c_i over all batches, their logits and targets checked on the way."""
-        weights = []
-        for batch in self.problem.batches():
-            logits = call(self.problem.model, batch.inputs).detach()
-            self.problem.criterion.check(logits, batch.targets)
-            with suppress(Weightless):
-                weights.append(row_weights(self.problem.criterion, logits, batch.targets).sum())
-        if not weights:
-            raise Weightless
-        return torch.stack(weights).sum()
+        self.total_weight = problem.total_weight()
 
     def _loss_sum(self, batch: Batch, parameters: dict[str, Tensor]) -> Tensor:
         """Σ c_i ξ_i."""

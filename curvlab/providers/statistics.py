@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -39,8 +40,11 @@ class Statistic(ABC):
     """A mean over the rows of a batch: one value a layer, or one for the output.
 
     A value is a tensor, which is averaged over batches, a `GramFactor`, whose rows are joined, or a
-    layer's `InputFactors`, which are both.
+    layer's `InputFactors`, which are both. `keyed_by_row` is whether it reads the rows' numbers, which
+    then must be those of the whole data, also on a worker that has a part of it.
     """
+
+    keyed_by_row: ClassVar[bool] = False
 
     @abstractmethod
     def of(self, recording: Recording) -> Values:
@@ -102,6 +106,7 @@ class GradientProducts(Statistic):
 class SampledGradientProducts(Statistic):
     """E[g gᵀ] with labels drawn from the model's own prediction."""
 
+    keyed_by_row: ClassVar[bool] = True
     samples: int
     seed: int
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -18,6 +19,9 @@ from curvlab.solvers.operator_cg import Preconditioner
 from curvlab.solvers.registry import solvers
 from curvlab.solvers.solution import Solution
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 __all__ = ["solve"]
 
 
@@ -31,6 +35,7 @@ def solve(
     strict: bool = False,
     start: Mapping[str, Tensor] | None = None,
     preconditioner: Preconditioner | None = None,
+    process_group: ProcessGroup | None = None,
 ) -> Solution:
     """The direction d that solves the damped system C d = -g, block by block.
 
@@ -43,6 +48,9 @@ def solve(
         strict: raise `SolveError` where a block did not converge, instead of recording it.
         start: for `cg`, a first guess of the direction.
         preconditioner: for `cg`, a function of (parameter name, tensor) that applies M⁻¹.
+        process_group: share the layers out over the ranks of this group, where that is cheaper than each
+            rank solving them all. Every rank must make this call, with the same joined curvature and
+            gradient; without the argument each rank solves for itself.
 
     >>> import curvlab, torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Sigmoid(), torch.nn.Linear(3, 2))
@@ -60,7 +68,7 @@ def solve(
         assert isinstance(instance, CG)
         solution = solve_by_operator(instance, name, curvature, gradient, chosen, start, preconditioner)
     else:
-        solution = solve_by_layers(instance, name, curvature, gradient, chosen)
+        solution = solve_by_layers(instance, name, curvature, gradient, chosen, process_group)
     check_solution(solution, curvature)
     if strict:
         solution.check()

@@ -1,0 +1,171 @@
+"""The few collective operations that curvlab uses, over a torch.distributed process group.
+
+    sums      Σ_r x_r of many tensors, in one all-reduce for each dtype
+    rows      the rows of all ranks, in one all-gather, padded to the longest shard
+    objects   one small value a rank
+    spread    tensors that one rank has, broadcast in one message for each dtype
+
+Every rank must call each of them, in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from curvlab import exceptions
+from curvlab.exceptions import CurvlabError, RankError
+
+__all__ = ["Failure", "Group", "ProcessGroup", "failure_of"]
+
+T = TypeVar("T")
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What went wrong on a rank, so that the others can say so instead of waiting for it."""
+
+    rank: int
+    kind: str
+    message: str
+
+    def error(self) -> CurvlabError:
+        """The error that the other ranks raise: of the same class where it is one of curvlab's."""
+        made: CurvlabError = getattr(exceptions, self.kind, RankError)(f"rank {self.rank}: {self.message}")
+        return made
+
+
+def failure_of(error: Exception, rank: int) -> Failure:
+    """The failure that stands for `error`."""
+    named = [c.__name__ for c in type(error).__mro__ if c.__module__ == exceptions.__name__]
+    text = str(error) if named else f"{type(error).__name__}: {error}"
+    return Failure(rank, named[0] if named else RankError.__name__, text)
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group, seen from one of its ranks."""
+
+    process_group: ProcessGroup
+
+    @property
+    def rank(self) -> int:
+        """This process's place in the group."""
+        return dist.get_rank(self.process_group)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return dist.get_world_size(self.process_group)
+
+    def sums(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Σ_r of each tensor, all of one dtype in a single all-reduce."""
+        result: list[Tensor] = list(tensors)
+        for indices in _by_dtype(tensors):
+            flat = torch.cat([tensors[i].reshape(-1) for i in indices])
+            dist.all_reduce(flat, group=self.process_group)
+            _put(result, indices, flat, [tuple(tensors[i].shape) for i in indices])
+        return result
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Σ_r of one tensor."""
+        return self.sums([tensor])[0]
+
+    def rows(self, tensor: Tensor, counts: Sequence[int]) -> Tensor:
+        """The rows of all ranks, in their order; rank r has `counts[r]` of them."""
+        longest = max(counts)
+        padded = tensor.contiguous()
+        if len(tensor) < longest:
+            padded = tensor.new_zeros(longest, *tensor.shape[1:])
+            padded[: len(tensor)] = tensor
+        joined = tensor.new_empty(self.size, longest, *tensor.shape[1:])
+        dist.all_gather(list(joined), padded, group=self.process_group)
+        if min(counts) == longest:
+            return joined.flatten(0, 1)
+        return torch.cat([part[:count] for part, count in zip(joined, counts, strict=True)])
+
+    def objects(self, value: T) -> list[T]:
+        """The values of all ranks; small ones, since they are pickled."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.process_group)
+        return values
+
+    def collect(self, function: Callable[[], T]) -> list[T]:
+        """What `function` returns on each rank; where it raises on one, all raise instead of waiting."""
+        value: T | Failure
+        failed: Exception | None = None
+        try:
+            value = function()
+        except Exception as error:
+            failed, value = error, failure_of(error, self.rank)
+        values = self.objects(value)
+        if failed is not None:
+            raise failed
+        for found in values:
+            if isinstance(found, Failure):
+                raise found.error()
+        return values  # type: ignore[return-value]
+
+    def spread(
+        self,
+        tensors: Sequence[Tensor],
+        like: Sequence[tuple[Shape, torch.dtype]],
+        source: int,
+        to: torch.device,
+    ) -> list[Tensor]:
+        """The tensors of rank `source`, whose shapes and dtypes `like` says to all."""
+        mine = self.rank == source
+        result: list[Tensor] = [torch.empty(0)] * len(like)
+        for dtype in dict.fromkeys(dtype for _, dtype in like):
+            indices = [i for i, (_, d) in enumerate(like) if d == dtype]
+            shapes = [like[i][0] for i in indices]
+            # Not every backend sends booleans.
+            sent = torch.uint8 if dtype == torch.bool else dtype
+            if mine:
+                flat = torch.cat([tensors[i].reshape(-1) for i in indices]).to(sent)
+            else:
+                flat = torch.empty(sum(torch.Size(s).numel() for s in shapes), dtype=sent, device=to)
+            dist.broadcast(flat, group=self.process_group, group_src=source)
+            _put(result, indices, flat.to(dtype), shapes)
+        return result
+
+    def first(self, function: Callable[[], T]) -> T:
+        """What `function` returns on the first rank, pickled to all; its error is raised on all."""
+        value: T | None = None
+        failed: Exception | None = None
+        if self.rank == 0:
+            try:
+                value = function()
+            except Exception as error:
+                failed = error
+        told = [(value, None if failed is None else failure_of(failed, 0))]
+        dist.broadcast_object_list(told, group=self.process_group, group_src=0)
+        if failed is not None:
+            raise failed
+        if told[0][1] is not None:
+            raise told[0][1].error()
+        return told[0][0]  # type: ignore[return-value]
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank."""
+        return any(self.objects(flag))
+
+
+def _by_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:
+    groups: dict[torch.dtype, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        groups.setdefault(tensor.dtype, []).append(index)
+    return list(groups.values())
+
+
+def _put(result: list[Tensor], indices: Sequence[int], flat: Tensor, shapes: Sequence[Shape]) -> None:
+    parts = flat.split([torch.Size(shape).numel() for shape in shapes])
+    for index, part, shape in zip(indices, parts, shapes, strict=True):
+        result[index] = part.reshape(shape)

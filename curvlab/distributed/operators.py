@@ -1,0 +1,93 @@
+"""Matrix-free blocks over the rows of all ranks: every product is a sum over rows, so it is reduced.
+
+    C x = Σ_r s_r C_r x        with C_r the block over the rows of rank r, s_r its share of the weight
+
+Each product, diagonal, trace or dense form is one all-reduce, so all ranks must ask for it, in the same
+order: a call on one rank only waits for the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from curvlab.curvature import Curvature, LayerCurvature
+from curvlab.distributed.group import Group
+from curvlab.linalg import Block
+
+__all__ = ["JoinedBlock", "join_operators"]
+
+
+@dataclass(frozen=True, eq=False)
+class JoinedBlock(Block):
+    """The block of one parameter over all ranks; `own` is this rank's, with `share` of the weight."""
+
+    kind: ClassVar[str] = "operator"
+    own: Block
+    group: Group = field(repr=False)
+    share: float
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.own.shape
+
+    @property
+    def example(self) -> Tensor:
+        return self.own.example
+
+    @property
+    def nbytes(self) -> int:
+        return self.own.nbytes
+
+    def _sum(self, function: Callable[[], Tensor], shape: tuple[int, ...]) -> Tensor:
+        mine = function() * self.share if self.share else self.example.new_zeros(shape)
+        return self.group.sum(mine)
+
+    def matmul(self, x: Tensor) -> Tensor:
+        return self._sum(lambda: self.own.matmul(x), self.shape)
+
+    def diagonal(self) -> Tensor:
+        return self._sum(self.own.diagonal, self.shape)
+
+    def trace(self) -> Tensor:
+        return self._sum(self.own.trace, ())
+
+    def frobenius_norm(self) -> Tensor:
+        """From the dense form: the closed form pairs each row with every other, also across ranks."""
+        return torch.linalg.matrix_norm(self.to_dense())
+
+    def _dense(self) -> Tensor:
+        return self._sum(self.own.to_dense, (self.numel, self.numel))
+
+
+def join_operators(curvature: Curvature, group: Group, share: float) -> Curvature:
+    """The curvature with its matrix-free blocks and cross-layer products reduced over all ranks."""
+    if not curvature.live and curvature.full_product is None:
+        return curvature
+    layers = tuple(_layer(layer, group, share) for layer in curvature.layers)
+    full = curvature.full_product
+    if full is None:
+        return replace(curvature, layers=layers)
+
+    def product(vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        names = [name for layer in layers for name in layer.blocks]
+        if share:
+            found = full(vectors)
+            mine = [found[name] * share for name in names]
+        else:
+            mine = [torch.zeros_like(vectors[name]) for name in names]
+        return dict(zip(names, group.sums(mine), strict=True))
+
+    return replace(curvature, layers=layers, full_product=product)
+
+
+def _layer(layer: LayerCurvature, group: Group, share: float) -> LayerCurvature:
+    weight, bias = (
+        None if block is None else JoinedBlock(block, group, share)
+        for block in (layer.weight_operator, layer.bias_operator)
+    )
+    return replace(layer, weight_operator=weight, bias_operator=bias)
