@@ -10,6 +10,7 @@ from __future__ import annotations
 __all__ = [
     "CurvlabError",
     "DataError",
+    "ExecutorError",
     "MatrixFreeError",
     "NoRowsError",
     "PairError",
@@ -64,3 +65,7 @@ class StoreError(CurvlabError, RuntimeError):
 
 class RankError(CurvlabError, RuntimeError):
     """Another rank of a process group failed, or was asked for something else: names the rank."""
+
+
+class ExecutorError(CurvlabError, RuntimeError):
+    """A place to run cells that cannot be reached or was lost: says how to go on."""

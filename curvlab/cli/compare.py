@@ -80,7 +80,7 @@ DEFAULT_FOLDER = Path("runs/compare")
     default="serial",
     show_default=True,
     metavar="SPEC",
-    help="serial, or process[workers=N]: cells at the same time slow each other down.",
+    help="serial, process[workers=N], or dask[address=tcp://host:8786].",
 )
 @click.option(
     "-o",

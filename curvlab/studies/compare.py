@@ -77,7 +77,8 @@ def compare(
         output: folder of the store, where the comparison resumes; None keeps all in memory.
         fresh: measure again what the folder has.
         retry: measure again what has failed.
-        executor: `"serial"`, `"process[workers=2]"`, or a `concurrent.futures.Executor`.
+        executor: `"serial"`, `"process[workers=2]"`, `"dask[address=tcp://host:8786]"`, or a
+            `concurrent.futures.Executor`.
         on_progress: called after each cell.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Sigmoid(), torch.nn.Linear(3, 2))

@@ -1,4 +1,4 @@
-"""Where the cells of a study run: here, one after the other; in processes; or in any given `Executor`.
+"""Where the cells of a study run: here in turn, in processes, on a Dask cluster, or in any `Executor`.
 
 A study hands over functions and their arguments and takes results as they finish, so that each is in the
 store before the next one is waited for. Other places to run are added to `executors`: a frozen dataclass
@@ -10,11 +10,20 @@ from __future__ import annotations
 import multiprocessing
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, ProcessPoolExecutor, wait
+from concurrent.futures import (
+    FIRST_COMPLETED,
+    BrokenExecutor,
+    CancelledError,
+    Executor,
+    Future,
+    ProcessPoolExecutor,
+    wait,
+)
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from curvlab.exceptions import SpecError
+from curvlab.distributed.cluster import Dask
+from curvlab.exceptions import ExecutorError, SpecError
 from curvlab.registry import Registry
 
 __all__ = ["Done", "Place", "Process", "Serial", "SerialExecutor", "executors", "place_of", "run"]
@@ -97,6 +106,7 @@ class Given:
 executors: Registry[Any] = Registry("executor")
 executors.register("serial", Serial)
 executors.register("process", Process)
+executors.register("dask", Dask)
 
 
 def place_of(spec: str | Place | Executor) -> Place:
@@ -180,5 +190,10 @@ def _outcome(future: Future[R], argument: A) -> Done[A, R]:
         return Done(argument, future.result())
     except BrokenExecutor:
         raise
+    except CancelledError as error:
+        raise ExecutorError(
+            "the executor gave up cells that were under way (was its scheduler lost?). What had finished is "
+            "kept: run the study again in the same folder, with this executor or any other"
+        ) from error
     except Exception as error:
         return Done(argument, error=error)
