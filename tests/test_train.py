@@ -122,6 +122,7 @@ def test_the_folder_holds_configuration_environment_rows_and_curve(tmp_path):
 SPECS = [
     "second-order[ema=0.8,momentum=0.5,solver=kfi,provider=fisher,lr=0.02]",
     "second-order[refresh_every=4,adapt_every=3]",
+    "second-order[provider=hessian,solver=cg[max_iter=3]]",
     "sgd",
     "adam",
     "lbfgs",

@@ -19,6 +19,7 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 from torch.utils._pytree import tree_leaves
 
 from curvlab import device as devices
+from curvlab.data import Examples
 from curvlab.exceptions import PairError, ProblemError, SolveError
 from curvlab.measure.memory import peak_bytes
 from curvlab.optim import SecondOrder
@@ -37,12 +38,26 @@ class Tally:
     """What an epoch has added up so far."""
 
     steps: int = 0
-    seconds: float = 0.0
+    timed: int = 0
+    timed_seconds: float = 0.0
+    other_seconds: float = 0.0
     loss: float = 0.0
     iterations: float = 0.0
     solves: int = 0
     peak_bytes: float = nan
     statuses: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def step_seconds(self) -> float:
+        """Mean of the steps that did nothing but train, or of all where there is none."""
+        if self.timed:
+            return self.timed_seconds / self.timed
+        return self.other_seconds / self.steps if self.steps else nan
+
+    @property
+    def seconds(self) -> float:
+        """All steps, those that also measured counted as the mean of the others."""
+        return self.steps * self.step_seconds if self.steps else 0.0
 
     def count(self, solution: Solution) -> None:
         """Add the iterations of a step's blocks."""
@@ -50,7 +65,8 @@ class Tally:
         self.solves += 1
 
     def sample(self, solution: Solution) -> None:
-        """The share of blocks that ended in each status, which takes their true residuals."""
+        """Count, and note the share of blocks that ended in each status, which takes their true residuals."""
+        self.count(solution)
         ended = Counter(block.status.slug for block in solution.blocks.values())
         self.statuses = {status.slug: ended[status.slug] / len(solution.blocks) for status in Status}
 
@@ -70,14 +86,14 @@ class TrainRun:
         self.rates = [float(group["lr"]) for group in self.stepper.param_groups]
         self.evaluated = self._evaluated()
         self.epoch = self.steps = 0
-        self.seconds = 0.0
+        self.closed_seconds = 0.0
         self.last_loss = nan
         self.tally = Tally()
         self.status = OK
         self.rows: list[Row] = []
         self._batches: Iterator[tuple[Tensor, Tensor]] | None = None
 
-    def _evaluated(self) -> Any:
+    def _evaluated(self) -> Examples:
         train = self.data.train
         limit = self.plan.evaluate_examples
         return train if len(train) <= limit else train.subset(limit, self.plan.setup.seed)
@@ -86,6 +102,11 @@ class TrainRun:
     def batches_per_epoch(self) -> int:
         """Steps in one epoch."""
         return len(self.data.batches(self.plan.setup.batch))
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of training so far."""
+        return self.closed_seconds + self.tally.seconds
 
     @property
     def finished(self) -> bool:
@@ -107,9 +128,10 @@ class TrainRun:
         started = perf_counter()
         inputs, targets = self._next_batch()
         self._set_rates()
-        last = self.tally.steps + 1 == self.batches_per_epoch
+        first, last = self.tally.steps == 0, self.tally.steps + 1 == self.batches_per_epoch
+        self._observe(last)
         try:
-            loss = self._measured_step(inputs, targets) if last else self._step(inputs, targets)
+            loss = self._counted_step(inputs, targets) if first else self._step(inputs, targets)
         except (SolveError, LinAlgError) as error:
             return self._end(DIVERGED, str(error))
         except PairError as error:
@@ -120,7 +142,7 @@ class TrainRun:
             if not self.steps or self._outputs_finite(inputs):
                 raise
             return self._end(DIVERGED, str(error))
-        self._count(loss, perf_counter() - started, last)
+        self._count(loss, perf_counter() - started, plain=not first and not last)
         if not isfinite(loss):
             return self._end(DIVERGED, f"the loss is {loss}")
         if last:
@@ -140,34 +162,34 @@ class TrainRun:
         for group, rate in zip(self.stepper.param_groups, self.rates, strict=True):
             group["lr"] = rate * factor
 
-    def _step(self, inputs: Tensor, targets: Tensor) -> float:
+    def _observe(self, sample: bool) -> None:
+        """Let the next step's solution be counted, and its blocks' statuses read if it is to be a sample."""
         if isinstance(self.stepper, SecondOrder):
-            self.stepper.on_solution = self.tally.count
+            self.stepper.on_solution = self.tally.sample if sample else self.tally.count
+
+    def _step(self, inputs: Tensor, targets: Tensor) -> float:
         return float(self.stepper.step(inputs, targets))
 
-    def _measured_step(self, inputs: Tensor, targets: Tensor) -> float:
-        """The last step of an epoch: its peak memory is counted and its blocks' statuses are read."""
-        solutions: list[Solution] = []
+    def _counted_step(self, inputs: Tensor, targets: Tensor) -> float:
+        """A step whose peak memory is counted."""
         losses: list[float] = []
-        if isinstance(self.stepper, SecondOrder):
-            self.stepper.on_solution = solutions.append
+
+        def work() -> None:
+            losses.append(self._step(inputs, targets))
+
         held = [*self.model.parameters(), *_tensors(self.stepper.state_dict()), inputs, targets]
-        work = lambda: losses.append(float(self.stepper.step(inputs, targets)))  # noqa: E731
         self.tally.peak_bytes = peak_bytes(work, device=self.device, baseline=held)
-        for solution in solutions:
-            self.tally.count(solution)
-            self.tally.sample(solution)
         return losses[0]
 
-    def _count(self, loss: float, seconds: float, measured: bool) -> None:
-        """Add a step; one that was measured is slow for that alone, so the mean of the others counts."""
+    def _count(self, loss: float, seconds: float, plain: bool) -> None:
         tally = self.tally
-        if measured and tally.steps:
-            seconds = tally.seconds / tally.steps
         tally.steps += 1
         tally.loss += loss
-        tally.seconds += seconds
-        self.seconds += seconds
+        if plain:
+            tally.timed += 1
+            tally.timed_seconds += seconds
+        else:
+            tally.other_seconds += seconds
         self.steps += 1
         self.last_loss = loss
 
@@ -203,7 +225,7 @@ class TrainRun:
                 "epoch": self.epoch,
                 "steps": self.steps,
                 "seconds": self.seconds,
-                "step_seconds": tally.seconds / tally.steps if tally.steps else nan,
+                "step_seconds": tally.step_seconds,
                 "step_loss": tally.loss / tally.steps if tally.steps else nan,
                 **scores,
                 "peak_bytes": tally.peak_bytes,
@@ -213,6 +235,7 @@ class TrainRun:
                 "message": message,
             }
         )
+        self.closed_seconds = self.seconds
         self.tally, self._batches = Tally(), None
 
     def state(self) -> dict[str, Any]:
@@ -223,7 +246,7 @@ class TrainRun:
             "random": {"cpu": torch.get_rng_state(), "device": _device_random(self.device)},
             "epoch": self.epoch,
             "steps": self.steps,
-            "seconds": self.seconds,
+            "closed_seconds": self.closed_seconds,
             "last_loss": self.last_loss,
             "status": self.status,
             "tally": dict(vars(self.tally)),
@@ -237,7 +260,7 @@ class TrainRun:
         torch.set_rng_state(state["random"]["cpu"])
         if state["random"]["device"] is not None:
             torch.get_device_module(self.device).set_rng_state(state["random"]["device"])
-        self.epoch, self.steps, self.seconds = state["epoch"], state["steps"], state["seconds"]
+        self.epoch, self.steps, self.closed_seconds = state["epoch"], state["steps"], state["closed_seconds"]
         self.last_loss, self.status = state["last_loss"], state["status"]
         self.tally, self.rows = Tally(**state["tally"]), list(state["rows"])
 
