@@ -40,7 +40,8 @@ def systems(solver: str, dense: Dense) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("solver", ["cg", "ea-cg"])
 def test_every_iterate_is_that_of_the_textbook(solver: str, name: str, route: str, iterations: int) -> None:
     p = problem(**PROBLEMS[name])
-    for provider in ("fisher", "pch-1"):
+    # A Fisher of five rows has few eigenvalues, far apart: there CG itself soon amplifies rounding.
+    for provider in ("fisher", "pch-1") if iterations <= 5 else ("pch-1",):
         curvature = curvlab.estimate(provider, p)
         fields = f"max_iter={iterations},tol=0"
         reduced = curvlab.solve(f"{solver}[{fields},route={route}]", curvature, p.gradient(), alpha=ALPHA)
