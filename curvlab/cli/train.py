@@ -18,6 +18,7 @@ import pandas as pd
 
 from curvlab import specs
 from curvlab.cli.options import make_setup, setup_options
+from curvlab.distributed.launch import launched
 from curvlab.exceptions import SpecError
 from curvlab.studies.optimizers import optimizers
 from curvlab.studies.train import Progress, TrainPlan, train
@@ -72,33 +73,40 @@ def command(
     a kill or a power cut it goes on where it was, and on the CPU it ends with the same bits. A run that
     diverges is a result too: its row says so, with the epoch, and the exit code is 1.
 
+    Under torchrun every process takes its part of each batch, on a device of its own, and all make the same
+    run; the first writes the folder and prints.
+
     \b
     Examples:
       curvlab train
       curvlab train -p fisher -s kfi --lr 0.05 --alpha 0.1
       curvlab train --data cifar10 --lr 0.2 --alpha 0.01 --epochs 12 -o runs/cifar10
       curvlab train --data cifar10 --optimizer 'sgd[lr=0.1,momentum=0.9]'
+      torchrun --nproc-per-node=4 -m curvlab train --data cifar10 --batch 1000
     """  # noqa: D301
     given = {name: options.pop(name) for name in ("provider", "solver", "lr", "alpha")}
     plan = TrainPlan(make_setup(options, batch=100), _optimizer(optimizer, given), epochs, lr_schedule)
     folder = output or Path("curvlab-runs") / f"{_slug(plan)}-{plan.key[:8]}"
-    bar = not quiet and not as_json and sys.stderr.isatty()
-    with _stopping() as stop, _progress(bar, epochs) as show:
+    with launched(plan.setup.device) as launch:
+        bar = launch.leads and not quiet and not as_json and sys.stderr.isatty()
+        with _stopping() as stop, _progress(bar, epochs) as show:
 
-        def shown(progress: Progress) -> None:
-            stop.begin()
-            show(progress)
+            def shown(progress: Progress) -> None:
+                stop.begin()
+                show(progress)
 
-        frame = train(
-            plan,
-            folder,
-            fresh=fresh,
-            on_progress=shown,
-            should_stop=stop.asked,
-            checkpoint_seconds=checkpoint_seconds,
-        )
-    _render(frame, folder, quiet, as_json)
-    _finish(frame, plan, folder, quiet)
+            frame = train(
+                plan,
+                folder,
+                fresh=fresh,
+                on_progress=shown,
+                should_stop=stop.asked,
+                checkpoint_seconds=checkpoint_seconds,
+                process_group=launch.process_group,
+            )
+    if launch.leads:
+        _render(frame, folder, quiet, as_json)
+        _finish(frame, plan, folder, quiet)
 
 
 def _optimizer(text: str, given: dict[str, Any]) -> str:

@@ -153,9 +153,9 @@ class Group:
             raise told[0][1].error()
         return told[0][0]  # type: ignore[return-value]
 
-    def any(self, flag: bool) -> bool:
+    def any(self, flag: bool, device: torch.device) -> bool:
         """Whether the flag is set on any rank."""
-        return any(self.objects(flag))
+        return bool(self.sum(torch.tensor([int(flag)], device=device)) > 0)
 
 
 def _by_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:

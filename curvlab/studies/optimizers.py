@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from curvlab.criteria import Criterion
+from curvlab.distributed.group import Group
 from curvlab.optim import LevenbergMarquardt, SecondOrder
 from curvlab.providers.registry import providers
-from curvlab.recorder import row_weights
+from curvlab.recorder import Weightless, row_weights
 from curvlab.registry import Registry
 from curvlab.solvers.registry import solvers
 
@@ -50,10 +51,16 @@ class Stepper(Protocol):
 
 
 class GradientSteps:
-    """A torch optimizer that reads `p.grad`, stepping on batches."""
+    """A torch optimizer that reads `p.grad`, stepping on batches; with a group, on those of all ranks."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module, criterion: Criterion) -> None:
-        self.optimizer, self.model, self.criterion = optimizer, model, criterion
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: nn.Module,
+        criterion: Criterion,
+        group: Group | None = None,
+    ) -> None:
+        self.optimizer, self.model, self.criterion, self.group = optimizer, model, criterion, group
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -77,10 +84,30 @@ class GradientSteps:
         with torch.enable_grad():
             logits = self.model(inputs)
         values = logits.detach()
-        weights = row_weights(self.criterion, values, targets)
-        share = weights / weights.sum()
+        share = self._share(values, targets)
         logits.backward(self.criterion.gradients(values, targets) * share[:, None])
-        return share @ self.criterion.losses(values, targets)
+        loss = share @ self.criterion.losses(values, targets)
+        return loss if self.group is None else self._reduce(self.group, loss)
+
+    def _share(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """c_i / Σ c_j, the sum over the rows of all ranks."""
+        if self.group is None:
+            weights = row_weights(self.criterion, logits, targets)
+            return weights / weights.sum()
+        given = self.criterion.weights(logits, targets)
+        weights = logits.new_ones(len(logits)) if given is None else given
+        total = self.group.sum(weights.sum())
+        if not bool(total > 0):
+            raise Weightless
+        return weights / total
+
+    def _reduce(self, group: Group, loss: Tensor) -> Tensor:
+        """Add up the gradients and the loss over all ranks, in one all-reduce."""
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        total, *gradients = group.sums([loss, *(p.grad for p in parameters if p.grad is not None)])
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        return total
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's own."""
@@ -96,8 +123,8 @@ class OptimizerSpec(ABC):
     """An optimizer's configuration."""
 
     @abstractmethod
-    def build(self, model: nn.Module, criterion: Criterion) -> Stepper:
-        """The optimizer for a model."""
+    def build(self, model: nn.Module, criterion: Criterion, group: Group | None = None) -> Stepper:
+        """The optimizer for a model; with a `group` each rank has its rows and all take the same step."""
 
     def labels(self, name: str) -> dict[str, str]:
         """How result rows name it: `optimizer`, `provider` and `solver`."""
@@ -126,7 +153,7 @@ class SecondOrderSpec(OptimizerSpec):
     refresh_every: int = 1
     adapt_every: int = 0
 
-    def build(self, model: nn.Module, criterion: Criterion) -> Stepper:
+    def build(self, model: nn.Module, criterion: Criterion, group: Group | None = None) -> Stepper:
         return SecondOrder(
             model,
             criterion,
@@ -140,6 +167,7 @@ class SecondOrderSpec(OptimizerSpec):
             ema=self.ema,
             refresh_every=self.refresh_every,
             adapt=LevenbergMarquardt(every=self.adapt_every) if self.adapt_every else False,
+            process_group=None if group is None else group.process_group,
         )
 
     def labels(self, name: str) -> dict[str, str]:
@@ -160,7 +188,7 @@ class SGD(OptimizerSpec):
     weight_decay: float = 0.0
     nesterov: bool = False
 
-    def build(self, model: nn.Module, criterion: Criterion) -> Stepper:
+    def build(self, model: nn.Module, criterion: Criterion, group: Group | None = None) -> Stepper:
         made = torch.optim.SGD(
             model.parameters(),
             self.lr,
@@ -168,7 +196,7 @@ class SGD(OptimizerSpec):
             weight_decay=self.weight_decay,
             nesterov=self.nesterov,
         )
-        return GradientSteps(made, model, criterion)
+        return GradientSteps(made, model, criterion, group)
 
 
 @dataclass(frozen=True)
@@ -181,10 +209,10 @@ class Adam(OptimizerSpec):
     eps: float = 1e-8
     weight_decay: float = 0.0
 
-    def build(self, model: nn.Module, criterion: Criterion) -> Stepper:
+    def build(self, model: nn.Module, criterion: Criterion, group: Group | None = None) -> Stepper:
         betas = (self.beta1, self.beta2)
         made = torch.optim.AdamW(model.parameters(), self.lr, betas, self.eps, weight_decay=self.weight_decay)
-        return GradientSteps(made, model, criterion)
+        return GradientSteps(made, model, criterion, group)
 
 
 @dataclass(frozen=True)
@@ -196,7 +224,7 @@ class LBFGS(OptimizerSpec):
     history_size: int = 10
     line_search: bool = True
 
-    def build(self, model: nn.Module, criterion: Criterion) -> Stepper:
+    def build(self, model: nn.Module, criterion: Criterion, group: Group | None = None) -> Stepper:
         made = torch.optim.LBFGS(
             model.parameters(),
             self.lr,
@@ -204,7 +232,7 @@ class LBFGS(OptimizerSpec):
             history_size=self.history_size,
             line_search_fn="strong_wolfe" if self.line_search else None,
         )
-        return GradientSteps(made, model, criterion)
+        return GradientSteps(made, model, criterion, group)
 
 
 optimizers: Registry[OptimizerSpec] = Registry("optimizer")

@@ -22,13 +22,20 @@ from dataclasses import dataclass
 from math import nan
 from pathlib import Path
 from time import monotonic
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
+from curvlab.distributed.group import Group
 from curvlab.studies.train_folder import TrainFolder, frame_of
 from curvlab.studies.train_plan import TrainPlan
 from curvlab.studies.train_run import TrainRun
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["Progress", "TrainPlan", "train"]
 
@@ -72,6 +79,7 @@ def train(
     should_stop: Callable[[], bool] = lambda: False,
     checkpoint_seconds: float = 60.0,
     checkpoint_steps: int | None = None,
+    process_group: ProcessGroup | None = None,
 ) -> pd.DataFrame:
     """Train as `plan` says and return one row an epoch, the first of them before training.
 
@@ -83,23 +91,49 @@ def train(
         should_stop: asked after every step; a run that stops is checkpointed and can be resumed.
         checkpoint_seconds: checkpoint after this many seconds, and after every epoch.
         checkpoint_steps: checkpoint after this many steps too.
+        process_group: train on the ranks of this group, each on its part of every batch; all must make this
+            call. The first rank alone has the folder. The run is the one that a single process makes of the
+            plan, up to rounding, and any number of ranks may resume it.
 
     >>> from curvlab.studies.setup import Setup
     >>> frame = train(TrainPlan(Setup(data="digits[train=200]", batch=100), epochs=1))
     >>> frame[["optimizer", "epoch", "status"]].values.tolist()
     [['pch-1 + ea-cg', 0, 'ok'], ['pch-1 + ea-cg', 1, 'ok']]
     """
-    outputs = None if folder is None else TrainFolder(folder, plan, fresh)
+    group = None if process_group is None else Group(process_group)
+    outputs = None if folder is None else _opened(lambda: TrainFolder(folder, plan, fresh), group)
     with nullcontext() if outputs is None else outputs.lock(), torch.random.fork_rng():
         torch.manual_seed(plan.setup.seed)
-        run = TrainRun(plan)
-        if outputs is not None:
-            outputs.restore(run)
+        run = TrainRun(plan, group)
+        _restore(run, outputs)
         run.begin()
         _carry_out(run, outputs, on_progress, should_stop, checkpoint_seconds, checkpoint_steps)
         if outputs is not None:
             outputs.draw(run)
     return frame_of([row for row in run.rows if row["epoch"] <= plan.epochs])
+
+
+def _opened(open_folder: Callable[[], TrainFolder], group: Group | None) -> TrainFolder | None:
+    """The folder, on the first rank only; what is wrong with it is raised on all."""
+    if group is None:
+        return open_folder()
+    opened: list[TrainFolder] = []
+    group.first(lambda: opened.append(open_folder()))
+    return opened[0] if opened else None
+
+
+def _restore(run: TrainRun, outputs: TrainFolder | None) -> None:
+    """Bring the run to where its folder left it; all ranks of a group begin with the first one's state."""
+
+    def restored() -> Any:
+        if outputs is not None:
+            outputs.restore(run)
+        # On the CPU, because the ranks have devices of their own.
+        return None if run.group is None else tree_map_only(Tensor, lambda tensor: tensor.cpu(), run.state())
+
+    state = restored() if run.group is None else run.group.first(restored)
+    if run.group is not None and run.group.rank:
+        run.restore(state)
 
 
 def _carry_out(
@@ -111,7 +145,7 @@ def _carry_out(
     checkpoint_steps: int | None,
 ) -> None:
     saved = monotonic()
-    while not run.finished and not should_stop():
+    while not run.finished and not _stopped(run, should_stop()):
         run.advance()
         due = monotonic() - saved >= checkpoint_seconds
         due = due or (checkpoint_steps is not None and run.steps % checkpoint_steps == 0)
@@ -122,3 +156,8 @@ def _carry_out(
             on_progress(Progress.of(run))
     if outputs is not None:
         outputs.save(run)
+
+
+def _stopped(run: TrainRun, asked: bool) -> bool:
+    """Whether to stop here: where any rank was asked to, all stop after the same step."""
+    return asked if run.group is None else run.group.any(asked, run.device)

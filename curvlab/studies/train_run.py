@@ -20,6 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 from curvlab import device as devices
 from curvlab.data import Examples
+from curvlab.distributed.group import Group
+from curvlab.distributed.shards import rank_batches
 from curvlab.exceptions import PairError, ProblemError, SolveError
 from curvlab.measure.memory import peak_bytes
 from curvlab.optim import SecondOrder
@@ -72,17 +74,17 @@ class Tally:
 
 
 class TrainRun:
-    """A plan being carried out."""
+    """A plan being carried out: by one process, or by a group's ranks, each on its part of every batch."""
 
-    def __init__(self, plan: TrainPlan) -> None:
-        self.plan = plan.resolve()
+    def __init__(self, plan: TrainPlan, group: Group | None = None) -> None:
+        self.plan, self.group = plan.resolve(), group
         setup = self.plan.setup
         self.device = devices.resolve(setup.device)
         self.data = setup.load_data().to(self.device, setup.torch_dtype)
         # One function for all optimizers: layers that are random in training mode stay quiet.
         self.model = setup.build_model().eval()
         self.criterion = setup.build_criterion()
-        self.stepper = self.plan.spec.build(self.model, self.criterion)
+        self.stepper = self.plan.spec.build(self.model, self.criterion, group)
         self.rates = [float(group["lr"]) for group in self.stepper.param_groups]
         self.evaluated = self._evaluated()
         self.epoch = self.steps = 0
@@ -153,7 +155,9 @@ class TrainRun:
         if self._batches is None:
             setup = self.plan.setup
             start = self.tally.steps
-            self._batches = iter(self.data.batches(setup.batch, setup.seed, self.epoch, start=start))
+            batches = self.data.batches(setup.batch, setup.seed, self.epoch, start=start)
+            group = self.group
+            self._batches = iter(batches) if group is None else rank_batches(batches, group.rank, group.size)
         return next(self._batches)
 
     def _set_rates(self) -> None:
@@ -195,11 +199,12 @@ class TrainRun:
 
     def _outputs_finite(self, inputs: Tensor) -> bool:
         with torch.no_grad():
-            return bool(torch.isfinite(self.model(inputs)).all())
+            finite = bool(torch.isfinite(self.model(inputs)).all())
+        return finite if self.group is None else not self.group.any(not finite, self.device)
 
     def _score(self) -> dict[str, float]:
-        train = evaluate(self.model, self.criterion, self.evaluated)
-        test = evaluate(self.model, self.criterion, self.data.test)
+        train = evaluate(self.model, self.criterion, self.evaluated, self.group)
+        test = evaluate(self.model, self.criterion, self.data.test, self.group)
         return _scores(train, test)
 
     def _close_epoch(self) -> None:
