@@ -172,6 +172,11 @@ class EigenSide(InputSide):
         scaled = along * values.clamp(min=0).sqrt()
         rest = torch.where(self._kept, 0, along)
         perp = torch.linalg.matrix_norm(torch.where(self._kept, 0, scaled))
+        # Its size is known up to rounding only; with none at all CG would leave it out of the step.
+        unknown = (
+            torch.finfo(values.dtype).eps * torch.linalg.matrix_norm(rest) * values[-1].clamp(min=0).sqrt()
+        )
+        perp = torch.maximum(perp, unknown)
         return Coordinates(torch.where(self._kept, scaled, 0), perp, RowProduct(rest, self.gram))
 
     def assemble(self, gradient: Coordinates, x: Tensor, left: Left) -> RowProduct:

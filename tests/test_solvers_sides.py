@@ -1,0 +1,130 @@
+"""The coordinates of the input side: each gives back the gradient, and rounding stays where it belongs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import curvlab
+from curvlab.gradient import RowGradient
+from curvlab.linalg import DenseFactor, GramFactor
+from curvlab.linalg.inputs import InputFactors
+from curvlab.linalg.product import form
+from curvlab.solvers.sides import DenseSide, EigenSide, InputSide, MeanSide, RowSide, SampleSide
+from tests.solver_cases import assert_close
+from tests.test_linalg_factors import randn, roots
+
+
+def gradient_of(h: Tensor, s: Tensor) -> RowGradient:
+    root = roots(len(h)).to(h.dtype)
+    return RowGradient(GramFactor(s, root), GramFactor(h, root))
+
+
+def sides(gradient: RowGradient) -> list[InputSide]:
+    inputs = InputFactors(gradient.inputs)
+    return [
+        SampleSide(gradient.inputs),
+        EigenSide(gradient.inputs),
+        RowSide(gradient.inputs),
+        DenseSide(gradient.inputs),
+        MeanSide(inputs, "sample"),
+        MeanSide(inputs, "dense"),
+    ]
+
+
+@pytest.mark.parametrize("index", range(6))
+def test_coordinates_give_back_the_gradient(index: int) -> None:
+    gradient = gradient_of(randn(4, 9), randn(4, 3, seed=1))
+    side = sides(gradient)[index]
+    coordinates = side.coordinates(gradient)
+    assert coordinates.x.shape == (3, side.size)
+    assert_close(form(side.assemble(coordinates, coordinates.x, lambda y: 1.0 * y)), gradient.form(), 1e-12)
+
+
+@pytest.mark.parametrize("index", range(1, 6))
+def test_orthonormal_coordinates_keep_the_norm(index: int) -> None:
+    gradient = gradient_of(randn(4, 9), randn(4, 3, seed=1))
+    side = sides(gradient)[index]
+    coordinates = side.coordinates(gradient)
+    square = coordinates.x.square().sum() + (coordinates.perp_norm or torch.zeros(())) ** 2
+    assert float(square) == pytest.approx(float(gradient.form().square().sum()), rel=1e-12)
+
+
+@pytest.mark.parametrize("index", range(6))
+def test_the_right_action_of_the_input_factor_is_the_small_matrix(index: int) -> None:
+    gradient = gradient_of(randn(4, 9), randn(4, 3, seed=1))
+    side = sides(gradient)[index]
+    kind = "mean" if isinstance(side, MeanSide) else "full"
+    a = InputFactors(gradient.inputs).factor(kind).to_dense()
+    assert float(side.trace) == pytest.approx(float(a.trace()), rel=1e-12)
+    coordinates = side.coordinates(gradient)
+    image = side.assemble(coordinates, coordinates.x @ side.matrix, lambda y: 0.0 * y)
+    assert_close(form(image), gradient.form() @ a, 1e-11)
+    if side.diagonal is not None:
+        assert_close(torch.diag(side.diagonal), side.matrix, 1e-15)
+
+
+def test_the_norm_off_the_mean_keeps_its_digits_in_float32() -> None:
+    """Inputs that are nearly their mean, as in the last layers of a sigmoid network."""
+    h = (0.5 + 1e-4 * randn(20, 300)).float()
+    s = randn(20, 3, seed=1).float()
+    single = gradient_of(h, s)
+    double = gradient_of(h.double(), s.double())
+    expected = MeanSide(InputFactors(double.inputs), "dense").coordinates(double).perp_norm
+    found = MeanSide(InputFactors(single.inputs), "sample").coordinates(single).perp_norm
+    assert expected is not None
+    assert found is not None
+    assert float(found) == pytest.approx(float(expected), rel=1e-3)
+    formed = double.form()
+    along = formed @ double.inputs.mean / double.inputs.mean.norm()
+    assert float(expected / along.norm()) < 1e-3
+
+
+def nearly_repeated() -> tuple[RowGradient, curvlab.Curvature]:
+    """Two rows 1e-9 apart with opposite gradients: all of G lies where the Gram matrix has only rounding."""
+    first, apart = randn(1, 9), randn(1, 9, seed=1)
+    h = torch.cat([first, first + 1e-9 * apart])
+    s = torch.cat([torch.ones(1, 3), -torch.ones(1, 3)]).double()
+    root = torch.full((2,), 0.5**0.5, dtype=torch.float64)
+    gradient = RowGradient(GramFactor(s, root), GramFactor(h, root))
+    layer = curvlab.LayerCurvature(
+        "0", "0.weight", None, DenseFactor(torch.eye(3, dtype=torch.float64)), InputFactors(gradient.inputs)
+    )
+    definiteness = curvlab.Definiteness(True, "made so")
+    return gradient, curvlab.Curvature("mine", "none", (layer,), definiteness)
+
+
+@pytest.mark.parametrize("solver", ["cg", "kfi", "exact"])
+def test_a_gradient_in_the_rounding_of_the_gram_matrix_is_not_lost(solver: str) -> None:
+    gradient, curvature = nearly_repeated()
+    given = curvlab.Gradient({"0.weight": gradient})
+    step = curvlab.solve(f"{solver}[route=sample]", curvature, given, alpha=0.1).direction["0.weight"]
+    dense = curvlab.solve(f"{solver}[route=dense]", curvature, given, alpha=0.1).direction["0.weight"]
+    assert float(step.norm()) > 1e-9
+    assert_close(step, dense, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_repeated_rows_cost_cg_no_digits(dtype: torch.dtype) -> None:
+    """In the metric of the Gram matrix CG would stop at the root of the rounding unit."""
+    half = randn(3, 40)
+    root = torch.full((6,), 6**-0.5, dtype=torch.float64)
+    s = randn(6, 5, seed=2)
+    s[3:] = 0.05 * randn(3, 5, seed=3) - s[:3]
+
+    def solution(kind: torch.dtype, route: str) -> curvlab.Solution:
+        gradient = RowGradient(
+            GramFactor(s.to(kind), root.to(kind)), GramFactor(half.repeat(2, 1).to(kind), root.to(kind))
+        )
+        b = torch.diag(torch.logspace(-2, 0, 5, dtype=torch.float64)).to(kind)
+        layer = curvlab.LayerCurvature("0", "0.weight", None, DenseFactor(b), InputFactors(gradient.inputs))
+        curvature = curvlab.Curvature("mine", "none", (layer,), curvlab.Definiteness(True, "made so"))
+        given = curvlab.Gradient({"0.weight": gradient})
+        return curvlab.solve(f"cg[max_iter=60,tol=1e-13,route={route}]", curvature, given, alpha=0.01)
+
+    expected = solution(torch.float64, "dense").direction["0.weight"]
+    found = solution(dtype, "sample")
+    eps = torch.finfo(dtype).eps
+    assert_close(found.direction["0.weight"].double(), expected, 1e4 * eps)
+    assert found.blocks["0.weight"].residual < 1e5 * eps
