@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -215,6 +217,23 @@ def test_a_full_disk_is_a_sentence_and_leaves_a_store_that_resumes(tmp_path):
     again = call(*arguments)
     assert again.exit_code == 0, again.output
     assert (tmp_path / "results.jsonl").read_bytes().startswith(kept)
+
+
+def test_ctrl_c_says_how_to_go_on_and_the_rest_resumes(folder):
+    arguments = ["compare", *TINY, "-p", "fisher", "-s", "kfi", "-r", "400", "-o", str(folder / "stopped")]
+    running = subprocess.Popen(
+        [sys.executable, "-m", "curvlab", *arguments], stderr=subprocess.PIPE, text=True
+    )
+    store = folder / "stopped" / "results.jsonl"
+    while running.poll() is None and (not store.exists() or store.read_text().count('"cost"') < 2):
+        time.sleep(0.02)
+    running.send_signal(signal.SIGINT)
+    _, said = running.communicate(timeout=60)
+    assert running.returncode == 130, said
+    assert "the same command goes on from there" in said
+    kept = store.read_text()
+    assert call(*arguments, "-r", "3", "--quiet").exit_code == 0
+    assert store.read_text().startswith(kept)
 
 
 def test_plan_says_what_fits_within_80_columns():

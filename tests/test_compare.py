@@ -280,3 +280,19 @@ def test_folders_merge_into_one_comparison(tmp_path):
     assert joined.cells["provider"].tolist() == ["fisher", "pch-1"]
     assert (merged.added, others) == (7, 0)
     assert len(Store(tmp_path / "a")) == 4
+
+
+@pytest.mark.slow
+def test_processes_store_the_rows_that_serial_stores(tmp_path):
+    ask = (TINY, ["fisher", "pch-1"], ["kfi"])
+    serial = compare(*ask, repetitions=1, output=tmp_path / "serial")
+    parallel = compare(*ask, repetitions=1, output=tmp_path / "parallel", executor="process[workers=2]")
+    keys = [
+        {(row["kind"], row["key"]) for row in Store(tmp_path / name).rows()}
+        for name in ("serial", "parallel")
+    ]
+    assert keys[0] == keys[1]
+    same = [name for name in CELLS if not name.endswith(("_seconds", "_iqr"))]
+    assert serial.cells[same].equals(parallel.cells[same])
+    assert serial.errors.equals(parallel.errors)
+    assert counted(*ask, repetitions=1, output=tmp_path / "parallel")[0] == 0

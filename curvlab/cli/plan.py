@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -27,11 +28,18 @@ __all__ = ["command"]
     help="Only this form of the solvers.  [default: both]",
 )
 @click.option(
-    "--executor", default="serial", show_default=True, metavar="SPEC", help="serial, or process[workers=N]."
+    "--executor",
+    metavar="SPEC",
+    help="serial, or process[workers=N].  [default: processes where there is much to plan]",
 )
 @output_options
 def command(
-    memory: str | None, forms: tuple[str, ...], executor: str, as_json: bool, quiet: bool, **options: Any
+    memory: str | None,
+    forms: tuple[str, ...],
+    executor: str | None,
+    as_json: bool,
+    quiet: bool,
+    **options: Any,
 ) -> None:
     r"""Predict memory and operations without allocating: would it fit?
 
@@ -52,7 +60,7 @@ def command(
             settings,
             forms or FORMS,
             memory=limit,
-            executor=executor,
+            executor=executor or _executor(len(settings.pairs) * len(forms or FORMS)),
             on_progress=lambda done, total: show(done, total, "planning"),
         )
     if as_json:
@@ -64,6 +72,14 @@ def command(
         say(f"failed: {row['provider']} + {row['solver']}, {row['form']}: {row['message']}")
     if len(failed):
         sys.exit(1)
+
+
+def _executor(cells: int) -> str:
+    """Processes share the work, at the price of starting them; nothing is timed, so they may."""
+    workers = min(
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, cells // 4
+    )
+    return f"process[workers={workers}]" if workers > 1 else "serial"
 
 
 def _show(frame: pd.DataFrame, limit: int | None) -> None:

@@ -29,8 +29,9 @@ def merge_comparisons(folders: Sequence[str | Path], into: str | Path) -> tuple[
     studies = {row["key"]: row for row in rows if row.get("kind") == "study"}
     if not studies:
         return done, 0
-    first = _study(folders[0], studies)
-    configs = [load_comparison(folder).config for folder in folders if _study(folder, studies) is first]
+    compared = [folder for folder in folders if Store(folder, read_only=True).rows("study")]
+    first = _study(compared[0], studies)
+    configs = [load_comparison(folder).config for folder in compared if _study(folder, studies) is first]
     write_settings(into, _union(configs), first["environment"], first["key"])
     write_frames(into, load_comparison(into))
     return done, sum(row.get("study") != first["key"] for row in rows)
