@@ -12,7 +12,7 @@ from curvlab.linalg import DenseFactor, GramFactor
 from curvlab.linalg.inputs import InputFactors
 from curvlab.linalg.product import form
 from curvlab.solvers.sides import DenseSide, EigenSide, InputSide, MeanSide, RowSide, SampleSide
-from tests.solver_cases import assert_close
+from tests.solver_cases import assert_close, problem
 from tests.test_linalg_factors import randn, roots
 
 
@@ -128,3 +128,12 @@ def test_repeated_rows_cost_cg_no_digits(dtype: torch.dtype) -> None:
     eps = torch.finfo(dtype).eps
     assert_close(found.direction["0.weight"].double(), expected, 1e4 * eps)
     assert found.blocks["0.weight"].residual < 1e5 * eps
+
+
+def test_a_residual_is_no_larger_for_coefficients_that_mean_nothing() -> None:
+    """Equal rows with gradients that cancel: the coefficients of the residual are large, the residual is not."""
+    p = problem(widths=(12, 5, 3), inputs=torch.randn(1, 12, dtype=torch.float64).repeat(6, 1))
+    curvature = curvlab.estimate("pch-1", p)
+    solution = curvlab.solve("ea-cg[max_iter=60,tol=1e-14,route=sample]", curvature, p.gradient(), alpha=0.1)
+    for block in solution.blocks.values():
+        assert block.residual < 1e-12
