@@ -10,7 +10,8 @@ import curvlab
 from curvlab.gradient import RowGradient
 from curvlab.linalg import DenseFactor, GramFactor
 from curvlab.linalg.inputs import InputFactors
-from curvlab.linalg.product import form
+from curvlab.linalg.product import RowProduct, form
+from curvlab.solvers.residual import DampedSystem, weight_residual
 from curvlab.solvers.sides import DenseSide, EigenSide, InputSide, MeanSide, RowSide, SampleSide
 from tests.solver_cases import assert_close, problem
 from tests.test_linalg_factors import randn, roots
@@ -131,9 +132,15 @@ def test_repeated_rows_cost_cg_no_digits(dtype: torch.dtype) -> None:
 
 
 def test_a_residual_is_no_larger_for_coefficients_that_mean_nothing() -> None:
-    """Equal rows with gradients that cancel: the coefficients of the residual are large, the residual is not."""
-    p = problem(widths=(12, 5, 3), inputs=torch.randn(1, 12, dtype=torch.float64).repeat(6, 1))
-    curvature = curvlab.estimate("pch-1", p)
-    solution = curvlab.solve("ea-cg[max_iter=60,tol=1e-14,route=sample]", curvature, p.gradient(), alpha=0.1)
-    for block in solution.blocks.values():
-        assert block.residual < 1e-12
+    """Of repeated rows, coefficients that cancel add nothing to a step, and nothing to its residual."""
+    p = problem(widths=(12, 5, 3), inputs=randn(3, 12).repeat(2, 1))
+    curvature, gradient = curvlab.estimate("pch-1", p), p.gradient()
+    solution = curvlab.solve("exact[route=sample]", curvature, gradient, alpha=0.1)
+    step = solution.direction.factored("0.weight")
+    assert isinstance(step, RowProduct)
+    nothing = 100 * randn(5, 3, seed=1)
+    moved = RowProduct(step.coefficients + torch.cat([nothing, -nothing], dim=1), step.gram)
+    layer, entry = curvature.layers[0], gradient.factored("0.weight")
+    system = DampedSystem("full", 0.9, 0.1)
+    assert float(weight_residual(system, layer, step, entry)) < 1e-12
+    assert float(weight_residual(system, layer, moved, entry)) < 1e-9
