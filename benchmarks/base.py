@@ -12,6 +12,7 @@ import hashlib
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -115,11 +116,15 @@ class Cost(Suite, ABC):
 
 
 class Ratio(Suite, ABC):
-    """How many times as long the work takes as its rival, measured in turns."""
+    """How many times as long the work takes as its rival, measured in turns.
+
+    A turn of either lasts about as long as one of the other, the quicker one being called more often:
+    on a busy machine a short turn would slip through between two interruptions, and a long one not.
+    """
 
     work = ("prepare", "contestants")
     repetitions = 9
-    min_seconds = 0.02  # a measurement must outlast the scheduler's time slice
+    min_seconds = 0.02
 
     @abstractmethod
     def contestants(self) -> Contestants:
@@ -127,13 +132,23 @@ class Ratio(Suite, ABC):
 
     def measure(self) -> timing.Ratio:
         """The ratio, with its quartiles over the repetitions."""
-        work, rival = self.contestants()
-        timings = timing.interleaved(
-            {"work": work, "rival": rival}, self.repetitions, self.device, min_seconds=self.min_seconds
-        )
-        return timing.ratio(timings["work"], timings["rival"])
+        contestants = dict(zip(("work", "rival"), self.contestants(), strict=True))
+        single = timing.interleaved(contestants, 3, self.device, min_seconds=0.0)
+        seconds = {name: min(found.seconds) for name, found in single.items()}
+        turn = max(*seconds.values(), self.min_seconds)
+        calls = {name: max(1, round(turn / each)) for name, each in seconds.items()}
+        turns = {name: partial(_repeat, contestants[name], calls[name]) for name in calls}
+        timings = timing.interleaved(turns, self.repetitions, self.device, warmup=0, min_seconds=0.0)
+        found = timing.ratio(timings["work"], timings["rival"])
+        scale = calls["rival"] / calls["work"]
+        return timing.Ratio(found.lower * scale, found.median * scale, found.upper * scale)
 
     @in_units("x")
     def track_ratio(self, *_: Any) -> float:
         """The median ratio."""
         return self.measure().median
+
+
+def _repeat(function: Callable[[], object], calls: int) -> None:
+    for _ in range(calls):
+        function()
