@@ -81,6 +81,7 @@ def compare(
             `concurrent.futures.Executor`.
         on_progress: called after each cell.
 
+    >>> import torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Sigmoid(), torch.nn.Linear(3, 2))
     >>> problem = Problem(model, "cross-entropy", torch.eye(4), torch.tensor([0, 1, 0, 1]))
     >>> compared = compare(problem, ["fisher"], ["kfi"], repetitions=1)

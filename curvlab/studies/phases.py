@@ -65,6 +65,7 @@ class Stopwatch:
     def measure(self) -> Phases:
         """One measurement: the mean over a few calls.
 
+        >>> import torch
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Sigmoid(), torch.nn.Linear(3, 2))
         >>> problem = Problem(model, "cross-entropy", torch.ones(5, 4), torch.tensor([0, 1, 0, 1, 0]))
         >>> Stopwatch(Pair("fisher", "kfi", 0.05), problem).measure().total > 0

@@ -73,7 +73,7 @@ def plan(
         forms: `"sample-space"`, `"textbook"` or both.
         memory: bytes of the device, or text such as `"11GB"`: the column `fits` says whether each fits it.
 
-    >>> frame = plan(Setup(arch="150528-1024-10", batch=100), ["fisher"], ["kfi"], memory="11GB")
+    >>> frame = plan(Setup(arch="9000-8-10", batch=100), ["fisher"], ["kfi"], memory="200MB")
     >>> frame[["form", "fits"]].values.tolist()
     [['sample-space', True], ['textbook', False]]
     """

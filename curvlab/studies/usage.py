@@ -81,6 +81,7 @@ def _quick_collections() -> Iterator[None]:
 def usage(pair: Pair, problem: Problem) -> Usage:
     """Run `pair` once on a fresh copy of `problem` and count its bytes and its operations.
 
+    >>> import torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Sigmoid(), torch.nn.Linear(3, 2))
     >>> problem = Problem(model, "cross-entropy", torch.ones(5, 4), torch.tensor([0, 1, 0, 1, 0]))
     >>> used = usage(Pair("pch-1", "kfi", 0.05), problem)
