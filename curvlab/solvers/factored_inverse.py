@@ -11,7 +11,6 @@ so an n_t × n_t and an m × m factorisation are all it takes, whatever n_{t-1}.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -22,7 +21,7 @@ from curvlab import device
 from curvlab.curvature import LayerCurvature
 from curvlab.linalg import RowProduct
 from curvlab.linalg.inputs import InputKind
-from curvlab.linalg.inverse import shifted_inverse
+from curvlab.linalg.inverse import GramInverse, ShiftedInverse, cholesky_multiply, shifted_inverse
 from curvlab.solvers import explicit
 from curvlab.solvers.base import Formulation, LayerDirection, LayerGradient, Solver
 from curvlab.solvers.damping import Damping
@@ -33,8 +32,6 @@ from curvlab.solvers.sides import InputSide
 
 __all__ = ["KFI", "ShermanMorrisonKFI"]
 
-Inverse = Callable[[Tensor], Tensor]
-
 
 @dataclass(frozen=True, eq=False)
 class _State:
@@ -44,8 +41,8 @@ class _State:
     side: InputSide | None
     system: FactoredSystem
     split: Split
-    weight_inverse: Inverse | None
-    bias_inverse: Inverse | None
+    weight_inverse: ShiftedInverse | None
+    bias_inverse: ShiftedInverse | None
     right_factor: Tensor | None
     explicit: explicit.ExplicitInverse | None = None
 
@@ -123,7 +120,11 @@ class KFI(Solver):
         assert inverse is not None
         assert state.right_factor is not None
         coordinates = side.coordinates(gradient.weight)
-        x = -torch.cholesky_solve(inverse(coordinates.x).T, state.right_factor).T
+        if isinstance(inverse, GramInverse) and coordinates.rows is inverse.factor:
+            # The gradient's rows are the output factor's own: all of the solve is m × m.
+            x = inverse.of_rows(-torch.cholesky_inverse(state.right_factor))
+        else:
+            x = -cholesky_multiply(state.right_factor, inverse(coordinates.x).T).T
         return side.assemble(coordinates, x, lambda y: inverse(y) / -gamma)
 
 
