@@ -11,8 +11,9 @@ from curvlab.gradient import RowGradient
 from curvlab.linalg import DenseFactor, GramFactor
 from curvlab.linalg.inputs import InputFactors
 from curvlab.linalg.product import RowProduct, form
+from curvlab.solvers.mean_side import MeanSide
 from curvlab.solvers.residual import DampedSystem, weight_residual
-from curvlab.solvers.sides import DenseSide, EigenSide, InputSide, MeanSide, RowSide, SampleSide
+from curvlab.solvers.sides import DenseSide, EigenSide, InputSide, RowSide, SampleSide
 from tests.solver_cases import assert_close, problem
 from tests.test_linalg_factors import randn, roots
 
@@ -144,3 +145,14 @@ def test_a_residual_is_no_larger_for_coefficients_that_mean_nothing() -> None:
     system = DampedSystem("full", 0.9, 0.1)
     assert float(weight_residual(system, layer, step, entry)) < 1e-12
     assert float(weight_residual(system, layer, moved, entry)) < 1e-9
+
+
+def test_the_norm_off_the_mean_is_computed_only_where_it_is_wanted() -> None:
+    gradient = gradient_of(randn(4, 9), randn(4, 3, seed=1))
+    for route in ("sample", "dense"):
+        side = MeanSide(InputFactors(gradient.inputs), route, norm=False)
+        coordinates = side.coordinates(gradient)
+        assert coordinates.perp_norm is None
+        step = side.assemble(coordinates, coordinates.x, lambda y: 1.0 * y)
+        assert_close(form(step), gradient.form(), 1e-12)
+    assert "centred_gram" not in vars(gradient.inputs)

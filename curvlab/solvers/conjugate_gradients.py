@@ -71,7 +71,7 @@ class CG(Solver):
         side = None
         if gradient.weight is not None:
             side = side_for(
-                layer, gradient.weight, self.input_factor, self.route, self.max_iter, orthonormal=True
+                layer, gradient.weight, self.input_factor, self.route, self.max_iter, iterative=True
             )
         columns = 1 if side is None else side.size + 1
         output = _cheapest(layer.output, self.max_iter * columns)

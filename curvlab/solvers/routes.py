@@ -8,8 +8,8 @@ i passes of the solver over the system:
     row      QR, G, D     4 m²n + 8 o m n + i (o m² + o² m)           + traffic of G and D
     dense    E[hhᵀ], G    m n² + 2 o m n + n³/3 + i (o n² + o² n)     + traffic of G and D
 
-The mean input factor has nothing of n × n; it only chooses between ‖G⊥‖ from the Gram matrix (m²n) and
-forming G (traffic of G and D).
+The mean input factor has nothing of n × n; it only chooses between the sample space (for an iteration: ‖G⊥‖
+from the Gram matrix, m²n) and forming G (traffic of G and D).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from curvlab.exceptions import PairError
 from curvlab.gradient import RowGradient
 from curvlab.linalg import DenseFactor, GramFactor
 from curvlab.linalg.inputs import InputKind
+from curvlab.solvers.mean_side import MeanSide
 from curvlab.solvers.sides import (
     DenseSide,
     EigenSide,
     InputSide,
-    MeanSide,
     RowSide,
     SampleSide,
     WeightGradient,
@@ -59,16 +59,22 @@ def costs(m: int, n: int, o: int, passes: float, element_size: int) -> dict[str,
     }
 
 
-def mean_costs(m: int, n: int, o: int, element_size: int) -> dict[str, float]:
+def mean_costs(m: int, n: int, o: int, element_size: int, iterative: bool) -> dict[str, float]:
     """Operations of each route with the mean input factor.
 
-    >>> c = mean_costs(m=1000, n=3072, o=16, element_size=4)
+    An iteration needs ‖G⊥‖ and multiplies G⊥ by a number; the factored inverse needs no norm and
+    multiplies G⊥, in coefficients or formed, by an o × o matrix.
+
+    >>> c = mean_costs(m=1000, n=3072, o=16, element_size=4, iterative=True)
     >>> min(c, key=c.get)
     'dense'
     """
     traffic = FLOPS_PER_BYTE * element_size * o * n
     update = 2.0 * o * m * n
-    return {"sample": 2.0 * m * m * n + update, "dense": update + 6 * traffic}
+    if iterative:
+        return {"sample": 2.0 * m * m * n + update, "dense": update + 6 * traffic}
+    left = 2.0 * o * o
+    return {"sample": left * m + update, "dense": left * n + update + 6 * traffic}
 
 
 def side_for(
@@ -77,30 +83,37 @@ def side_for(
     kind: InputKind,
     route: Route,
     passes: float,
-    orthonormal: bool = False,
+    iterative: bool = False,
 ) -> InputSide:
     """The side of `layer` to solve on, by the cost model or as `route` forces it.
 
-    `orthonormal` is for solvers that take inner products of coordinates.
+    `iterative` is for solvers that take inner products of coordinates: these are then orthonormal, and
+    the norm of G⊥ is known.
     """
     inputs = layer.inputs
     assert inputs is not None
     own = isinstance(gradient, RowGradient) and gradient.inputs is inputs.full
-    chosen = (
-        _choose(layer, gradient, kind, passes, own) if route == "auto" else _forced(layer, kind, route, own)
-    )
+    if route == "auto":
+        chosen = _choose(layer, gradient, kind, passes, own, iterative)
+    else:
+        chosen = _forced(layer, kind, route, own)
     if kind == "mean":
-        return MeanSide(inputs, chosen)
+        return MeanSide(inputs, chosen, norm=iterative)
     assert isinstance(inputs.full, GramFactor | DenseFactor)
     if chosen == "dense" or isinstance(inputs.full, DenseFactor):
         return DenseSide(inputs.full)
     if chosen == "row":
         return RowSide(inputs.full)
-    return EigenSide(inputs.full) if orthonormal else SampleSide(inputs.full)
+    return EigenSide(inputs.full) if iterative else SampleSide(inputs.full)
 
 
 def _choose(
-    layer: LayerCurvature, gradient: WeightGradient, kind: InputKind, passes: float, own: bool
+    layer: LayerCurvature,
+    gradient: WeightGradient,
+    kind: InputKind,
+    passes: float,
+    own: bool,
+    iterative: bool,
 ) -> str:
     assert layer.inputs is not None
     full = layer.inputs.full
@@ -109,7 +122,7 @@ def _choose(
         if not (own and isinstance(gradient, RowGradient)):
             return "dense"
         rows = gradient.inputs.rows
-        options = mean_costs(rows.shape[0], n, o, rows.element_size())
+        options = mean_costs(rows.shape[0], n, o, rows.element_size(), iterative)
     elif isinstance(full, GramFactor):
         options = costs(full.rows.shape[0], n, o, passes, full.rows.element_size())
         options = {k: v for k, v in options.items() if _possible(k, full, own)}

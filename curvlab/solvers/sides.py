@@ -14,7 +14,7 @@ factored inverse). The solver computes with X alone; the right action of A on X 
 All but the first are orthonormal: inner products are those of X, and nothing cancels in them. The first
 is for solvers that take none; the second keeps the same route, `sample`, for those that do.
 
-The mean side takes a gradient in factors (then G⊥ stays in the sample space too) or a formed one.
+The last is in `mean_side`.
 """
 
 from __future__ import annotations
@@ -31,10 +31,20 @@ from torch import Tensor
 from curvlab.gradient import RowGradient
 from curvlab.linalg import GramFactor, RowProduct
 from curvlab.linalg.factors import DenseFactor
-from curvlab.linalg.inputs import InputFactors
 from curvlab.linalg.inverse import cholesky_shifted
 
-__all__ = ["Coordinates", "DenseSide", "EigenSide", "InputSide", "MeanSide", "RowSide", "SampleSide"]
+__all__ = [
+    "Coordinates",
+    "DenseSide",
+    "EigenSide",
+    "InputSide",
+    "Left",
+    "RowSide",
+    "SampleSide",
+    "WeightGradient",
+    "formed",
+    "split_gradient",
+]
 
 T = TypeVar("T")
 Left = Callable[[Tensor], Tensor]
@@ -220,8 +230,8 @@ class RowSide(InputSide):
         return self._qr[1] @ self._qr[1].T
 
     def coordinates(self, gradient: WeightGradient) -> Coordinates:
-        formed = _formed(gradient)
-        return Coordinates(*_split(formed, self.basis), formed)
+        whole = formed(gradient)
+        return Coordinates(*split_gradient(whole, self.basis), whole)
 
     def assemble(self, gradient: Coordinates, x: Tensor, left: Left) -> Tensor:
         assert isinstance(gradient.whole, Tensor)
@@ -252,7 +262,7 @@ class DenseSide(InputSide):
         return self.factor.to_dense()
 
     def coordinates(self, gradient: WeightGradient) -> Coordinates:
-        return Coordinates(_formed(gradient))
+        return Coordinates(formed(gradient))
 
     def assemble(self, gradient: Coordinates, x: Tensor, left: Left) -> Tensor:
         return x
@@ -261,76 +271,12 @@ class DenseSide(InputSide):
         return self.factor.remember(key, make)
 
 
-class MeanSide(InputSide):
-    """D = X qᵀ + L G⊥ with q = E[h]/‖E[h]‖ (zero where E[h] is): the rank-one input factor."""
-
-    def __init__(self, inputs: InputFactors, route: str) -> None:
-        self.inputs = inputs
-        self.route = route
-
-    @property
-    def size(self) -> int:
-        return 1
-
-    @cached_property
-    def trace(self) -> Tensor:
-        return self.inputs.mean.square().sum()
-
-    @property
-    def diagonal(self) -> Tensor:
-        return self.trace.reshape(1)
-
-    @property
-    def matrix(self) -> Tensor:
-        return self.trace.reshape(1, 1)
-
-    @cached_property
-    def _norm(self) -> Tensor:
-        """‖E[h]‖, one where it is zero."""
-        norm = self.trace.sqrt()
-        return torch.where(norm > 0, norm, torch.ones_like(norm))
-
-    @cached_property
-    def basis(self) -> Tensor:
-        """q as a column."""
-        return (self.inputs.mean / self._norm)[:, None]
-
-    def coordinates(self, gradient: WeightGradient) -> Coordinates:
-        if isinstance(gradient, RowGradient) and self.route == "sample":
-            return self._in_factors(gradient)
-        formed = _formed(gradient)
-        return Coordinates(*_split(formed, self.basis), formed)
-
-    def _in_factors(self, gradient: RowGradient) -> Coordinates:
-        """Gq = S'ᵀ(H'q) and ‖G⊥‖² = Σ S'S'ᵀ ⊙ K̃, with K̃ from the centred inputs: no digits are lost."""
-        h, s = gradient.inputs, gradient.gradients
-        along = h.rows @ self.basis[:, 0]
-        x = s.rows.T @ (along * h.root.square())
-        off_centre = h.root * (along - self.inputs.mean @ self.basis[:, 0])
-        centred = h.centred_gram - torch.outer(off_centre, off_centre)
-        perp = (s.gram * centred).sum().clamp(min=0).sqrt()
-        whole = RowProduct(s.scaled_rows().T, h)
-        return Coordinates(x[:, None], perp, whole)
-
-    def assemble(self, gradient: Coordinates, x: Tensor, left: Left) -> Tensor | RowProduct:
-        whole, correction = gradient.whole, x - left(gradient.x)
-        if isinstance(whole, RowProduct):
-            # qᵀ = (√c / ‖E[h]‖)ᵀ H': the correction stays in the sample space.
-            coefficients = left(whole.coefficients)
-            coefficients.addmm_(correction, (whole.gram.root / self._norm)[None])
-            return RowProduct(coefficients, whole.gram)
-        assert whole is not None
-        return left(whole).addmm_(correction, self.basis.T)
-
-    def remember(self, key: Hashable, make: Callable[[], T]) -> T:
-        return self.inputs.mean_factor.remember(key, make)
-
-
-def _formed(gradient: WeightGradient) -> Tensor:
+def formed(gradient: WeightGradient) -> Tensor:
+    """The gradient as a matrix."""
     return gradient.form() if isinstance(gradient, RowGradient) else gradient
 
 
-def _split(gradient: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
+def split_gradient(gradient: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
     """GQ and ‖G⊥‖; G⊥ is orthogonalised twice, so that only rounding of its component along Q is left.
 
     A few rows at a time: G⊥ is needed for its norm alone and is never held whole.
