@@ -21,10 +21,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import curvlab
-from curvlab.distributed import sharing
-from curvlab.distributed.shards import shard
+from curvlab.distributed import shard, sharing
+from curvlab.distributed.estimate import estimate_jointly
+from curvlab.distributed.group import Group
 from curvlab.exceptions import CurvlabError
 from curvlab.optim import SecondOrder
+from curvlab.providers.estimate import Chosen
 
 ROWS = 11
 # Of 11 rows, where rank 0 ends: uneven, and nothing for one of the two.
@@ -40,6 +42,7 @@ PROVIDERS = (
     "hessian",
     "hessian[full=true]",
 )
+STREAMED = ("fisher[kind=mc,samples=2,seed=3]", "gauss-newton[kind=exact]", "pch-1", "hessian")
 SOLVERS = ("kfi", "sm-kfi", "cg[max_iter=8]", "ea-cg[max_iter=8]", "exact")
 MATRIX_FREE = ("gauss-newton[kind=exact]", "hessian", "hessian[full=true]")
 STEPS = 50
@@ -58,7 +61,7 @@ class Residual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(2)
-        self.a, self.b, self.c = nn.Linear(14, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        self.a, self.b, self.c = nn.Linear(14, 2), nn.Linear(2, 2), nn.Linear(2, 3)
         self.double()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -163,7 +166,7 @@ def graphs_and_streams(group: Any) -> Results:
     for name, problem in {"streamed": streamed, "mixed": mixed}.items():
         gradient = problem.gradient(process_group=group)
         found[name, "gradient"] = {entry: gradient[entry] for entry in gradient}
-        for provider in PROVIDERS:
+        for provider in STREAMED:
             found[name, provider] = facts(curvlab.estimate(provider, problem, process_group=group))
     ignored = torch.full_like(targets[rows], 2) if group.rank() else targets[rows]
     problem = curvlab.Problem(chain(), weighted(), inputs[rows], ignored)
@@ -171,6 +174,30 @@ def graphs_and_streams(group: Any) -> Results:
         curvlab.estimate("gauss-newton[kind=exact]", problem, process_group=group)
     )
     return found
+
+
+def traffic(group: Any) -> Results:
+    """Elements that the exchange sends for PCH with the gradient, of 10 rows over all ranks."""
+    counted = {"gathered": 0, "reduced": 0}
+    gather, sums = Group.rows, Group.sums
+
+    def counted_rows(self: Group, tensor: Tensor, counts: Any) -> Tensor:
+        joined = gather(self, tensor, counts)
+        counted["gathered"] += joined.numel()
+        return joined
+
+    def counted_sums(self: Group, tensors: Any) -> list[Tensor]:
+        counted["reduced"] += sum(tensor.numel() for tensor in tensors)
+        return sums(self, tensors)
+
+    inputs, targets = batch(10)
+    problem = curvlab.Problem(chain(), "cross-entropy", *part(shard(10, group.rank(), 2), inputs, targets))
+    Group.rows, Group.sums = counted_rows, counted_sums
+    try:
+        estimate_jointly(Chosen.of(["pch-1"], problem), problem, group, gradient=True)
+    finally:
+        Group.rows, Group.sums = gather, sums
+    return counted
 
 
 def refusals(group: Any) -> Results:
@@ -237,6 +264,7 @@ JOBS: tuple[Callable[[Any], Results], ...] = (
     curvatures,
     shared_solves,
     graphs_and_streams,
+    traffic,
     refusals,
     training,
 )
@@ -249,7 +277,7 @@ def main(rank: int, ranks: int, folder: Path) -> None:
         init_method=f"file://{folder}/rendezvous",
         rank=rank,
         world_size=ranks,
-        timeout=timedelta(seconds=90),
+        timeout=timedelta(seconds=300),
     )
     results: dict[str, Results] = {}
     for job in JOBS:

@@ -24,7 +24,7 @@ from curvlab.studies.store import Store
 pytest.importorskip("distributed")
 pytestmark = pytest.mark.slow
 
-SECONDS = 240
+SECONDS = 900
 SETUP = Setup(data="digits[train=64]", arch="64-6-10", batch=16, device="cpu", dtype="float64")
 # 4 errors and 12 pairs, and only then 24 timings: a scheduler lost before these cannot be too late.
 CELLS, FIRST_STAGE = 40, 16

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 import curvlab
+from curvlab.distributed import layer_traffic
 from tests import distributed_ranks as ranks
 
-SECONDS = 240
+SECONDS = 900  # a busy machine may take long; the ranks give up by themselves when one is lost
 EXACT = {"rtol": 1e-10, "atol": 1e-11}
 pytestmark = pytest.mark.slow
 
@@ -138,7 +139,7 @@ def test_streams_and_weighted_rows_are_joined_by_their_weight(found: Any, form: 
     gradient = whole.gradient()
     for result in (rank["graphs_and_streams"] for rank in found):
         check({name: gradient[name] for name in gradient}, result[form, "gradient"], form)
-        for provider in ranks.PROVIDERS:
+        for provider in ranks.STREAMED:
             check(ranks.facts(curvlab.estimate(provider, whole)), result[form, provider], (form, provider))
 
 
@@ -148,6 +149,13 @@ def test_a_rank_whose_rows_all_have_weight_zero_takes_part(found: Any) -> None:
     expected = ranks.facts(curvlab.estimate("gauss-newton[kind=exact]", whole))
     for result in found:
         check(expected, result["graphs_and_streams"]["weightless", "gauss-newton[kind=exact]"], "weightless")
+
+
+def test_what_is_sent_is_what_the_traffic_model_says(found: Any) -> None:
+    sizes = [(14, 6, True), (6, 4, True), (4, 3, False)]
+    layers = [layer_traffic(10, n, o, hidden=hidden) for n, o, hidden in sizes]
+    expected = {"gathered": sum(t.gathered for t in layers), "reduced": sum(t.reduced for t in layers)}
+    assert all(rank["traffic"] == expected for rank in found)
 
 
 def test_an_error_on_one_rank_is_raised_on_all(found: Any) -> None:
