@@ -7,6 +7,9 @@ solution  = curvlab.solve("ea-cg", curvature, problem.gradient(), alpha=0.05)
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from curvlab import exceptions, providers, solvers
 from curvlab.curvature import Curvature, Definiteness, LayerCurvature, StaleWarning
 from curvlab.gradient import Gradient
@@ -15,10 +18,17 @@ from curvlab.providers import estimate
 from curvlab.solvers import Additive, Mixed, Solution, Status, solve
 from curvlab.studies import bounds, errors
 
+if TYPE_CHECKING:
+    from curvlab import optim
+    from curvlab.studies.compare import compare, load_comparison
+    from curvlab.studies.comparison import Comparison
+    from curvlab.studies.plan import plan
+
 __version__ = "0.1.0"
 
 __all__ = [
     "Additive",
+    "Comparison",
     "Curvature",
     "Definiteness",
     "Gradient",
@@ -29,10 +39,30 @@ __all__ = [
     "StaleWarning",
     "Status",
     "bounds",
+    "compare",
     "errors",
     "estimate",
     "exceptions",
+    "load_comparison",
+    "optim",
+    "plan",
     "providers",
     "solve",
     "solvers",
 ]
+
+# Imported when first asked for: with them `import curvlab` would take twice as long.
+_LATER = {
+    "Comparison": "curvlab.studies.comparison",
+    "compare": "curvlab.studies.compare",
+    "load_comparison": "curvlab.studies.compare",
+    "plan": "curvlab.studies.plan",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "optim":
+        return importlib.import_module("curvlab.optim")
+    if name in _LATER:
+        return getattr(importlib.import_module(_LATER[name]), name)
+    raise AttributeError(f"module `curvlab` has no attribute `{name}`")

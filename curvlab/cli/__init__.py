@@ -18,7 +18,7 @@ __all__ = ["main"]
 
 COMMANDS = {
     "compare": "Measure error, time, memory and convergence, and write one report.",
-    "plan": "Predict time and memory without allocating: would it fit?",
+    "plan": "Predict memory and operations without allocating: would it fit?",
     "train": "Train one network with any provider and solver, or a baseline.",
     "list": "List providers, solvers, criteria, architectures and data sets.",
     "report": "Render the report of a results folder again.",

@@ -57,8 +57,10 @@ def symmetric_product(left: Tensor, right: Tensor) -> Tensor:
     if n <= 2 * BLOCK:
         return left @ right.T
     out = left.new_empty(n, n)
-    for start in range(0, n, BLOCK):
-        stop = min(start + BLOCK, n)
+    # At most 32 block rows: more would save next to nothing and cost a call each.
+    block = max(BLOCK, -(-n // 32))
+    for start in range(0, n, block):
+        stop = min(start + block, n)
         block_row = left[start:stop] @ right[:stop].T
         out[start:stop, :stop] = block_row
         out[:start, start:stop] = block_row[:, :start].T
