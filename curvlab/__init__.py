@@ -20,8 +20,9 @@ from curvlab.studies import bounds, errors
 
 if TYPE_CHECKING:
     from curvlab import optim
-    from curvlab.studies.compare import compare, load_comparison
+    from curvlab.studies.compare import compare
     from curvlab.studies.comparison import Comparison
+    from curvlab.studies.folder import load_comparison
     from curvlab.studies.plan import plan
 
 __version__ = "0.1.0"
@@ -55,7 +56,7 @@ __all__ = [
 _LATER = {
     "Comparison": "curvlab.studies.comparison",
     "compare": "curvlab.studies.compare",
-    "load_comparison": "curvlab.studies.compare",
+    "load_comparison": "curvlab.studies.folder",
     "plan": "curvlab.studies.plan",
 }
 
