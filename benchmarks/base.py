@@ -118,13 +118,15 @@ class Cost(Suite, ABC):
 class Ratio(Suite, ABC):
     """How many times as long the work takes as its rival, measured in turns.
 
-    A turn of either lasts about as long as one of the other, the quicker one being called more often:
-    on a busy machine a short turn would slip through between two interruptions, and a long one not.
+    A turn of either lasts about as long as one of the other, the quicker one being called more often (up to
+    `max_seconds`): on a busy machine a short turn would slip through between two interruptions, a long one
+    not.
     """
 
     work = ("prepare", "contestants")
     repetitions = 9
     min_seconds = 0.02
+    max_seconds = 0.2
 
     @abstractmethod
     def contestants(self) -> Contestants:
@@ -133,9 +135,9 @@ class Ratio(Suite, ABC):
     def measure(self) -> timing.Ratio:
         """The ratio, with its quartiles over the repetitions."""
         contestants = dict(zip(("work", "rival"), self.contestants(), strict=True))
-        single = timing.interleaved(contestants, 3, self.device, min_seconds=0.0)
+        single = timing.interleaved(contestants, 2, self.device, min_seconds=0.0)
         seconds = {name: min(found.seconds) for name, found in single.items()}
-        turn = max(*seconds.values(), self.min_seconds)
+        turn = min(max(*seconds.values(), self.min_seconds), self.max_seconds)
         calls = {name: max(1, round(turn / each)) for name, each in seconds.items()}
         turns = {name: partial(_repeat, contestants[name], calls[name]) for name in calls}
         timings = timing.interleaved(turns, self.repetitions, self.device, warmup=0, min_seconds=0.0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
@@ -61,7 +62,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("regex", nargs="*", help="which ratios; all by default")
-    rows = [row(*each) for each in chosen(parser.parse_args().regex)]
+    rows = []
+    for suite, values in chosen(parser.parse_args().regex):
+        print(_name(type(suite), values), file=sys.stderr, flush=True)
+        rows.append(row(suite, values))
     if not rows:
         parser.error("no ratio matches")
     frame = pd.DataFrame(rows).sort_values("ratio", kind="stable")
