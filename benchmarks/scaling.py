@@ -1,7 +1,10 @@
 """What a step sends between ranks, and what a step takes on one and on two of them: `docs/scaling.md`.
 
-python -m benchmarks.scaling                        the tables of bytes, computed
-torchrun --nproc-per-node=2 -m benchmarks.scaling --measure cifar10 500    seconds a step, measured
+    python -m benchmarks.scaling
+    torchrun --nproc-per-node=2 -m benchmarks.scaling --measure cifar10 500
+
+The first computes the tables of bytes. The second measures a step: in seconds of a rank's processor, which
+other work on the machine changes little, and by the clock.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 import sys
 from itertools import pairwise
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time
 
 import torch
 
@@ -66,7 +69,7 @@ def print_model(name: str) -> None:
 
 
 def measure(name: str, rows: int, repetitions: int = 7) -> None:
-    """Seconds a step on the ranks that torchrun started, for a batch of `rows` over all of them."""
+    """Seconds of a step on the ranks that torchrun started, for a batch of `rows` over all of them."""
     torch.set_num_threads(1)
     with launched("cpu") as launch:
         mine = shard(rows, launch.rank, launch.ranks)
@@ -77,14 +80,21 @@ def measure(name: str, rows: int, repetitions: int = 7) -> None:
             optimizer = SecondOrder(
                 model, "cross-entropy", provider, solver, lr=1e-3, process_group=launch.process_group
             )
-            seconds = []
+            walls, busy = [], []
             for _ in range(repetitions + 1):
-                started = perf_counter()
+                wall, processor = perf_counter(), process_time()
                 optimizer.step(inputs, targets)
-                seconds.append(perf_counter() - started)
+                walls.append(perf_counter() - wall)
+                busy.append(process_time() - processor)
             if launch.leads:
-                step = median(seconds[1:])
-                print(f"{name}, M = {rows}, {launch.ranks} ranks, {provider} + {solver}: {step:.3f} s a step")
+                print(
+                    f"{name}, M = {rows}, {launch.ranks} ranks, {provider} + {solver}: a step takes ", end=""
+                )
+                print(f"{median(busy[1:]):.3f} s of a rank's processor, {spread(walls[1:])} s by the clock")
+
+
+def spread(values: list[float]) -> str:
+    return f"{min(values):.3f} to {max(values):.3f}"
 
 
 if __name__ == "__main__":
