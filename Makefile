@@ -13,9 +13,9 @@ STAMP := $(VENV)/.installed
 ONE_THREAD := OMP_NUM_THREADS=1
 ASV_QUICK  := $(ONE_THREAD) $(BIN)/asv run --quick --show-stderr --python=same
 # What `make bench` runs, as regular expressions over names with parameters: costs on the networks that
-# take milliseconds, the memory of a step on the one that takes seconds, and the ratios on all three.
+# take milliseconds, the memory of a step on the one that takes seconds, and ratios on both.
 BENCH  ?= ^(?!.*(accelerator|imagenet10|Ratio)) Step.track_peak_bytes.*imagenet10.*cpu
-RATIOS ?= cpu
+RATIOS ?= (narrow|cifar10).*cpu SGDRatio.*pch-1.*imagenet10.*cpu
 say = @printf '==> %s\n'
 
 .DEFAULT_GOAL := help
@@ -63,7 +63,7 @@ bench: $(STAMP) ## benchmark this tree, then print the table of ratios (under 10
 	@$(BIN)/asv machine --yes >/dev/null
 	@$(ASV_QUICK) $(foreach regex,$(BENCH),-b '$(regex)') $(ARGS)
 	$(say) 'ratios to rivals, measured in turns; lower is better'
-	@$(ONE_THREAD) $(BIN)/python -m benchmarks.ratio_table '$(RATIOS)'
+	@$(ONE_THREAD) $(BIN)/python -m benchmarks.ratio_table $(foreach regex,$(RATIOS),'$(regex)')
 
 asv-quick: $(STAMP) ## one sample of every benchmark of the narrow network
 	$(say) 'asv, narrow network'
