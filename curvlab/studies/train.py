@@ -4,7 +4,8 @@ Without a folder nothing is read or written. With one, the run is checkpointed a
 moment and started again, it ends with the parameters of an uninterrupted run, to the bit on the CPU.
 
 Columns. `epoch` 0 is before training. `seconds` is time spent in steps and in fetching their batches,
-without evaluation and checkpoints. `train_loss` and `train_accuracy` are over (at most
+without evaluation and checkpoints; `cpu_seconds` the processor time of the same, which other programs on a
+busy machine do not lengthen (it adds up over threads, and says nothing of an accelerator). `train_loss` and `train_accuracy` are over (at most
 `evaluate_examples` of) the training set after the epoch, `step_loss` the mean of the losses the steps
 saw. `peak_bytes` counts parameters, optimizer state, the batch and all that the first step of the epoch
 allocated. `cg_iterations` is the mean over all steps and blocks, `blocks_…` the share of blocks that
@@ -32,7 +33,7 @@ from torch.utils._pytree import tree_map_only
 from curvlab.distributed.group import Group
 from curvlab.studies.train_folder import TrainFolder, frame_of
 from curvlab.studies.train_plan import TrainPlan
-from curvlab.studies.train_run import TrainRun
+from curvlab.studies.train_run import OK, TrainRun
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -76,6 +77,7 @@ def train(
     *,
     fresh: bool = False,
     on_progress: Callable[[Progress], None] | None = None,
+    observe: Callable[[TrainRun], None] | None = None,
     should_stop: Callable[[], bool] = lambda: False,
     checkpoint_seconds: float = 60.0,
     checkpoint_steps: int | None = None,
@@ -88,6 +90,8 @@ def train(
         folder: where to checkpoint and resume; None keeps everything in memory.
         fresh: begin anew in `folder`.
         on_progress: called after every step.
+        observe: called with the run at the parameters it begins with and at those after every step; it may
+            read the model, not change it. A resumed run shows the parameters since its checkpoint again.
         should_stop: asked after every step; a run that stops is checkpointed and can be resumed.
         checkpoint_seconds: checkpoint after this many seconds, and after every epoch.
         checkpoint_steps: checkpoint after this many steps too.
@@ -107,7 +111,7 @@ def train(
         run = TrainRun(plan, group)
         _restore(run, outputs)
         run.begin()
-        _carry_out(run, outputs, on_progress, should_stop, checkpoint_seconds, checkpoint_steps)
+        _carry_out(run, outputs, on_progress, observe, should_stop, checkpoint_seconds, checkpoint_steps)
         if outputs is not None:
             outputs.draw(run)
     return frame_of([row for row in run.rows if row["epoch"] <= plan.epochs])
@@ -140,13 +144,18 @@ def _carry_out(
     run: TrainRun,
     outputs: TrainFolder | None,
     on_progress: Callable[[Progress], None] | None,
+    observe: Callable[[TrainRun], None] | None,
     should_stop: Callable[[], bool],
     checkpoint_seconds: float,
     checkpoint_steps: int | None,
 ) -> None:
     saved = monotonic()
+    if observe is not None:
+        observe(run)
     while not run.finished and not _stopped(run, should_stop()):
         run.advance()
+        if observe is not None and run.status == OK:
+            observe(run)
         due = monotonic() - saved >= checkpoint_seconds
         due = due or (checkpoint_steps is not None and run.steps % checkpoint_steps == 0)
         if outputs is not None and (run.between_epochs or due):

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import isfinite, nan
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from curvlab.solvers import Solution, Status
 from curvlab.studies.evaluate import Score, evaluate
 from curvlab.studies.train_plan import TrainPlan
 
-__all__ = ["TrainRun"]
+__all__ = ["OK", "TrainRun"]
 
 Row = dict[str, Any]
 OK, DIVERGED, FAILED = "ok", "diverged", "failed"
@@ -43,6 +43,8 @@ class Tally:
     timed: int = 0
     timed_seconds: float = 0.0
     other_seconds: float = 0.0
+    timed_cpu: float = 0.0
+    other_cpu: float = 0.0
     loss: float = 0.0
     iterations: float = 0.0
     solves: int = 0
@@ -60,6 +62,13 @@ class Tally:
     def seconds(self) -> float:
         """All steps, those that also measured counted as the mean of the others."""
         return self.steps * self.step_seconds if self.steps else 0.0
+
+    @property
+    def cpu_seconds(self) -> float:
+        """The same in processor time."""
+        if self.timed:
+            return self.steps * self.timed_cpu / self.timed
+        return self.other_cpu
 
     def count(self, solution: Solution) -> None:
         """Add the iterations of a step's blocks."""
@@ -88,7 +97,7 @@ class TrainRun:
         self.rates = [float(group["lr"]) for group in self.stepper.param_groups]
         self.evaluated = self._evaluated()
         self.epoch = self.steps = 0
-        self.closed_seconds = 0.0
+        self.closed_seconds = self.closed_cpu = 0.0
         self.last_loss = nan
         self.tally = Tally()
         self.status = OK
@@ -127,7 +136,7 @@ class TrainRun:
 
     def advance(self) -> None:
         """One step, and after the last of an epoch its row."""
-        started = perf_counter()
+        started, cpu_started = perf_counter(), process_time()
         inputs, targets = self._next_batch()
         self._set_rates()
         first, last = self.tally.steps == 0, self.tally.steps + 1 == self.batches_per_epoch
@@ -144,7 +153,8 @@ class TrainRun:
             if not self.steps or self._outputs_finite(inputs):
                 raise
             return self._end(DIVERGED, str(error))
-        self._count(loss, perf_counter() - started, plain=not first and not last)
+        seconds, cpu_seconds = perf_counter() - started, process_time() - cpu_started
+        self._count(loss, seconds, cpu_seconds, plain=not first and not last)
         if not isfinite(loss):
             return self._end(DIVERGED, f"the loss is {loss}")
         if last:
@@ -185,15 +195,17 @@ class TrainRun:
         self.tally.peak_bytes = peak_bytes(work, device=self.device, baseline=held)
         return losses[0]
 
-    def _count(self, loss: float, seconds: float, plain: bool) -> None:
+    def _count(self, loss: float, seconds: float, cpu_seconds: float, plain: bool) -> None:
         tally = self.tally
         tally.steps += 1
         tally.loss += loss
         if plain:
             tally.timed += 1
             tally.timed_seconds += seconds
+            tally.timed_cpu += cpu_seconds
         else:
             tally.other_seconds += seconds
+            tally.other_cpu += cpu_seconds
         self.steps += 1
         self.last_loss = loss
 
@@ -230,6 +242,7 @@ class TrainRun:
                 "epoch": self.epoch,
                 "steps": self.steps,
                 "seconds": self.seconds,
+                "cpu_seconds": self.closed_cpu + tally.cpu_seconds,
                 "step_seconds": tally.step_seconds,
                 "step_loss": tally.loss / tally.steps if tally.steps else nan,
                 **scores,
@@ -240,7 +253,7 @@ class TrainRun:
                 "message": message,
             }
         )
-        self.closed_seconds = self.seconds
+        self.closed_seconds, self.closed_cpu = self.seconds, self.closed_cpu + tally.cpu_seconds
         self.tally, self._batches = Tally(), None
 
     def state(self) -> dict[str, Any]:
@@ -252,6 +265,7 @@ class TrainRun:
             "epoch": self.epoch,
             "steps": self.steps,
             "closed_seconds": self.closed_seconds,
+            "closed_cpu": self.closed_cpu,
             "last_loss": self.last_loss,
             "status": self.status,
             "tally": dict(vars(self.tally)),
@@ -266,6 +280,7 @@ class TrainRun:
         if state["random"]["device"] is not None:
             torch.get_device_module(self.device).set_rng_state(state["random"]["device"])
         self.epoch, self.steps, self.closed_seconds = state["epoch"], state["steps"], state["closed_seconds"]
+        self.closed_cpu = state["closed_cpu"]
         self.last_loss, self.status = state["last_loss"], state["status"]
         self.tally, self.rows = Tally(**state["tally"]), list(state["rows"])
 
