@@ -113,7 +113,7 @@ class Trajectory:
             should_stop=lambda: observer.step >= self.updates,
         )
         last = frame.iloc[-1]
-        if self.end_key not in store.keys():
+        if not store.has(self.end_key):
             store.append(
                 {
                     "kind": END,
@@ -194,7 +194,5 @@ def errors_frame(store: Store) -> pd.DataFrame:
             relative = point["relative"][provider]
             for layer, error, ratio in zip(point["layers"], values, relative, strict=True):
                 number = layer if layer == TOTAL else int(layer)
-                rows.append(
-                    head | {"provider": provider, "layer": number, "error": error, "relative": ratio}
-                )
+                rows.append(head | {"provider": provider, "layer": number, "error": error, "relative": ratio})
     return pd.DataFrame(rows).sort_values(["seed", "batch", "step"], kind="stable", ignore_index=True)

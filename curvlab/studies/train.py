@@ -3,14 +3,14 @@
 Without a folder nothing is read or written. With one, the run is checkpointed and resumed: killed at any
 moment and started again, it ends with the parameters of an uninterrupted run, to the bit on the CPU.
 
-Columns. `epoch` 0 is before training. `seconds` is time spent in steps and in fetching their batches,
-without evaluation and checkpoints; `cpu_seconds` the processor time of the same, which other programs on a
-busy machine do not lengthen (it adds up over threads, and says nothing of an accelerator). `train_loss` and `train_accuracy` are over (at most
-`evaluate_examples` of) the training set after the epoch, `step_loss` the mean of the losses the steps
-saw. `peak_bytes` counts parameters, optimizer state, the batch and all that the first step of the epoch
-allocated. `cg_iterations` is the mean over all steps and blocks, `blocks_…` the share of blocks that
-ended in each status at the last step of the epoch, by their true residuals. These two steps count with
-the mean time of the others, because what is measured on them slows them down. `status` is `ok`,
+Columns. `epoch` 0 is before training. `seconds` is time spent in steps and in fetching their batches, without
+evaluation and checkpoints; `cpu_seconds` the processor time of the same, which other programs on a busy
+machine do not lengthen (it adds up over threads, and says nothing of an accelerator). `train_loss` and
+`train_accuracy` are over (at most `evaluate_examples` of) the training set after the epoch, `step_loss` the
+mean of the losses the steps saw. `peak_bytes` counts parameters, optimizer state, the batch and all that the
+first step of the epoch allocated. `cg_iterations` is the mean over all steps and blocks, `blocks_…` the share
+of blocks that ended in each status at the last step of the epoch, by their true residuals. These two steps
+count with the mean time of the others, because what is measured on them slows them down. `status` is `ok`,
 `diverged` (a loss that is not finite, or a step that was refused) or `failed` (the solver refused the
 curvature), with the reason in `message`.
 """
