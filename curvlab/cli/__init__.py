@@ -20,6 +20,7 @@ COMMANDS = {
     "compare": "Measure error, time, memory and convergence, and write one report.",
     "plan": "Predict memory and operations without allocating: would it fit?",
     "train": "Train one network with any provider and solver, or a baseline.",
+    "reproduce": "Run the paper's tables and figures again, beside its numbers.",
     "list": "List providers, solvers, criteria, architectures and data sets.",
     "report": "Render the report of a results folder again.",
     "merge": "Join several results folders into one.",

@@ -22,7 +22,7 @@ from rich.text import Text
 
 __all__ = ["bytes_text", "paragraph", "print_json", "progress_bar", "records", "say", "seconds_text", "table"]
 
-Show = Callable[[int, int, str], None]
+Show = Callable[[float, float, str], None]
 
 
 def say(text: str) -> None:
@@ -40,7 +40,7 @@ def progress_bar(shown: bool, what: str) -> Iterator[Show]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=None)
 
-        def show(done: int, total: int, label: str) -> None:
+        def show(done: float, total: float, label: str) -> None:
             bar.update(task, completed=done, total=total, description=f"{label or what:<32.32}")
 
         yield show

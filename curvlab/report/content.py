@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from curvlab.studies.comparison import Comparison
 
-__all__ = ["Content", "Drawing", "Section", "content_of"]
+__all__ = ["Answer", "Content", "Drawing", "Section", "content_of"]
 
 FACTS = (
     "arch",
@@ -69,6 +69,15 @@ class Section:
     folded: tuple[Table, ...] = ()
     notes: tuple[str, ...] = ()
     code: str = ""
+    links: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a page opens with."""
+
+    headline: str
+    paragraphs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -77,7 +86,7 @@ class Content:
 
     title: str
     facts: tuple[tuple[str, str], ...]
-    answer: Recommendation
+    answer: Answer | Recommendation
     sections: tuple[Section, ...]
     look: Callable[[Theme], Look]
     names: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Write the report of a comparison into its folder: report.html, report.md, figures/*.png."""
+"""Write a report into its folder: report.html, report.md, figures/*.png."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from curvlab.exceptions import StoreError
-from curvlab.report.content import content_of
+from curvlab.report.content import Content, content_of
 from curvlab.report.drawing import png
 from curvlab.report.html import html_page
 from curvlab.report.markdown import markdown_page
@@ -16,19 +16,23 @@ from curvlab.studies.files import write_text_atomic
 if TYPE_CHECKING:
     from curvlab.studies.comparison import Comparison
 
-__all__ = ["write_report"]
+__all__ = ["write_pages", "write_report"]
 
 
 def write_report(comparison: Comparison, folder: str | Path) -> Path:
     """Render the comparison and return the path of the HTML page, which is written last."""
+    return write_pages(content_of(comparison), folder)
+
+
+def write_pages(content: Content, folder: str | Path, name: str = "report") -> Path:
+    """Render `content` as <name>.html and <name>.md with its figures; returns the HTML page, written last."""
     folder = Path(folder)
-    content = content_of(comparison)
     look = content.look(LIGHT)
     for section in content.sections:
         for drawing in section.drawings:
             _write_bytes(folder / "figures" / f"{drawing.name}.png", png(drawing.draw(look)))
-    write_text_atomic(folder / "report.md", markdown_page(content))
-    page = folder / "report.html"
+    write_text_atomic(folder / f"{name}.md", markdown_page(content))
+    page = folder / f"{name}.html"
     write_text_atomic(page, html_page(content))
     return page
 

@@ -7,16 +7,28 @@ must not lose what it has when it is interrupted. The store is safe to share bet
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from curvlab.studies.store import Store
 
-__all__ = ["Row", "Show", "Task"]
+__all__ = ["Places", "Row", "Show", "Task"]
 
 Row = dict[str, Any]
 Show = Callable[[float, str], None]
 """Told the share of the task that is done, and what it is doing."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where a task writes: the folder of its experiment's store, and that of all training runs.
+
+    Experiments share runs: the same plan is trained once, whoever asks for it.
+    """
+
+    store: Path
+    runs: Path
 
 
 class Task(Protocol):
@@ -29,5 +41,5 @@ class Task(Protocol):
     def finished(self, store: Store) -> bool:
         """Whether the store has all of its rows."""
 
-    def run(self, folder: Path, show: Show) -> None:
-        """Bring the rows that are missing into the store of `folder`."""
+    def run(self, places: Places, show: Show) -> None:
+        """Bring the rows that are missing into the store."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from math import ceil
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -18,7 +17,7 @@ import pandas as pd
 from torch import Tensor
 
 from curvlab.problem import Problem
-from curvlab.reproduce.task import Row, Show
+from curvlab.reproduce.task import Places, Row, Show
 from curvlab.studies.errors import TOTAL, errors
 from curvlab.studies.store import Store, key_of
 from curvlab.studies.train import Progress, TrainPlan, train
@@ -92,9 +91,9 @@ class Trajectory:
             _ended_early(store, self.end_key) or all(self.point_key(*point) in keys for point in self.points)
         )
 
-    def run(self, folder: Path, show: Show) -> None:
+    def run(self, places: Places, show: Show) -> None:
         """Train, measure at the points that the store lacks, and say how the run ended."""
-        store = Store(folder)
+        store = Store(places.store)
         observer = _Observer(self, store)
 
         def progress(state: Progress) -> None:
@@ -107,7 +106,7 @@ class Trajectory:
         )
         frame = train(
             plan,
-            folder / "runs" / self.run_key,
+            places.runs / self.run_key,
             on_progress=progress,
             observe=observer,
             should_stop=lambda: observer.step >= self.updates,

@@ -24,6 +24,7 @@ COLUMNS = 3  # of the legend, below: curves stand in pairs, and a legend beside 
 LABELS = {
     "epoch": "epoch",
     "seconds": "training time (s)",
+    "cpu_seconds": "processor time of training (s)",
     "train_loss": "training loss",
     "test_loss": "test loss",
     "test_accuracy": "test accuracy",
@@ -38,7 +39,7 @@ def convergence_curves(
     against: str = "epoch",
     measure: str = "train_loss",
 ) -> Axes:
-    """`measure` against `"epoch"` or `"seconds"`, a line an optimizer; baselines are grey.
+    """`measure` against `"epoch"`, `"seconds"` or `"cpu_seconds"`, a line an optimizer; baselines are grey.
 
     >>> frame = pd.DataFrame({"optimizer": "sgd", "provider": "", "solver": "", "epoch": [0, 1],
     ...     "seconds": [0.0, 0.4], "train_loss": [2.3, 1.1]})

@@ -1,0 +1,107 @@
+"""`curvlab reproduce`: the paper's tables, figures and claims, as studies that resume."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+
+import click
+
+from curvlab.cli.console import print_json, progress_bar, say, table
+from curvlab.cli.options import check_writable
+from curvlab.exceptions import SpecError
+from curvlab.reproduce.experiments import experiment_named, experiments
+from curvlab.reproduce.findings import write_findings
+from curvlab.reproduce.run import DEFAULT_OUTPUT, reproduce
+from curvlab.reproduce.subjects import SCALES, Options
+
+__all__ = ["command"]
+
+INTERRUPTED = 130
+ALL = "all"
+
+
+@click.command("reproduce")
+@click.argument("names", nargs=-1, metavar="[NAME]...")
+@click.option("--list", "listed", is_flag=True, help="List the experiments and what each takes.")
+@click.option("--scale", type=click.Choice(SCALES), default="laptop", show_default=True,
+              help="How much of the paper: minutes, hours or days.")  # fmt: skip
+@click.option("--seed", "seeds", type=int, multiple=True, metavar="N",
+              help="Seed, once for each.  [default: the scale's]")  # fmt: skip
+@click.option("--imagenet", type=click.Path(exists=True, file_okay=False), metavar="DIR",
+              help="Folder with one of images for each class.  [default: enlarged CIFAR-10]")  # fmt: skip
+@click.option("--data-dir", type=click.Path(file_okay=False), metavar="DIR",
+              help="Folder of CIFAR-10.  [default: downloaded once]")  # fmt: skip
+@click.option("--device", default="auto", show_default=True, metavar="NAME", help="auto, cpu, cuda, mps, …")
+@click.option("--executor", default="serial", show_default=True, metavar="SPEC",
+              help="serial, process[workers=N], or dask[address=tcp://host:8786].")  # fmt: skip
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="DIR",
+              help="Folder of all experiments.  [default: runs/paper/<scale>]")  # fmt: skip
+@click.option("--fresh", is_flag=True, help="Measure again what the folder has.")
+@click.option("--json", "as_json", is_flag=True, help="Print where the pages are as JSON.")
+@click.option("--quiet", is_flag=True, help="No progress.")
+def command(
+    names: tuple[str, ...],
+    listed: bool,
+    scale: str,
+    seeds: tuple[int, ...],
+    imagenet: str | None,
+    data_dir: str | None,
+    device: str,
+    executor: str,
+    output: Path | None,
+    fresh: bool,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    r"""Run experiments of the paper and put its numbers beside ours.
+
+    Every experiment has a page (report.html, report.md) with its frames as CSV files, and all of them
+    together a page of findings, claim by claim. What is measured is kept at once: the same command goes on
+    after an interruption.
+
+    \b
+    Examples:
+      curvlab reproduce --list
+      curvlab reproduce all --scale smoke
+      curvlab reproduce table2 table4 --scale laptop --executor 'process[workers=2]'
+      curvlab reproduce table3 --imagenet ~/imagenet10
+    """
+    if listed:
+        _list(as_json)
+        return
+    if not names:
+        raise SpecError(f"name an experiment, or `{ALL}`; see `curvlab reproduce --list`")
+    chosen = list(experiments()) if ALL in names else [experiment_named(name).name for name in names]
+    options = Options(scale, seeds, imagenet, data_dir, device)  # type: ignore[arg-type]
+    folder = check_writable(output or Path(DEFAULT_OUTPUT) / scale)
+    pages = {}
+    try:
+        for name in chosen:
+            with progress_bar(not quiet, name) as show, warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # matplotlib's opinions on layout are not the user's concern
+                pages[name] = reproduce(
+                    name, options, folder, executor=executor, fresh=fresh, on_progress=show
+                )
+            if not quiet and not as_json:
+                click.echo(f"{name}: {pages[name]}")
+    except KeyboardInterrupt:
+        say(f"Interrupted; what was measured is in {folder}, and the same command goes on from there.")
+        sys.exit(INTERRUPTED)
+    findings = write_findings(folder, options)
+    if as_json:
+        print_json({"pages": {name: str(page) for name, page in pages.items()}, "findings": str(findings)})
+    elif not quiet:
+        click.echo(f"Findings: {findings}")
+
+
+def _list(as_json: bool) -> None:
+    found = experiments()
+    if as_json:
+        print_json([{"name": name, "title": experiment.title} for name, experiment in found.items()])
+        return
+    rows = [[name, experiment.title] for name, experiment in found.items()]
+    table(
+        {"Experiment": "left", "What it shows": "fold"}, [*rows, [ALL, "Every one of them, in this order."]]
+    )

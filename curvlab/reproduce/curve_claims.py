@@ -1,0 +1,153 @@
+"""The paper's claims about training, judged by the frames of its figures.
+
+`loss at equal time` is the training loss, between epochs on a straight line, when the quickest of the runs
+compared was done. With several seeds a run's numbers are their means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+import pandas as pd
+
+from curvlab.report.numbers import digits, percent
+from curvlab.reproduce.judgement import CLOSE, Claim, Frames, Judgement, Verdict, unmeasured
+
+__all__ = ["best_claim", "level_claim", "run_table", "solver_claim"]
+
+Numbers = pd.DataFrame
+Choice = Callable[[Numbers], Numbers]
+ACCURACY_CLOSE = 0.01
+MEASURES = {
+    "loss": "training loss at the end",
+    "loss_at_time": "training loss at equal time",
+    "accuracy": "test accuracy at the end",
+    "cpu_seconds": "processor time",
+}
+
+
+def run_table(curves: pd.DataFrame) -> Numbers:
+    """One row an optimizer: `loss`, `loss_at_time`, `accuracy`, `cpu_seconds`; means over seeds.
+
+    A run that did not finish has an infinite loss and no accuracy.
+
+    >>> curves = pd.DataFrame({"criterion": "a", "seed": 0, "optimizer": ["x", "x", "y", "y"],
+    ...     "epoch": [0, 1] * 2, "provider": "", "solver": "", "status": "ok",
+    ...     "train_loss": [2.0, 1.0, 2.0, 1.5],
+    ...     "test_accuracy": 0.5, "cpu_seconds": [0.0, 4.0, 0.0, 2.0]})
+    >>> run_table(curves)["loss_at_time"].tolist()
+    [1.5, 1.5]
+    """
+    rows = []
+    for (_, seed), part in curves.groupby(["criterion", "seed"], sort=False):
+        budget = part.groupby("optimizer")["cpu_seconds"].max().min()
+        for optimizer, run in part.groupby("optimizer", sort=False):
+            ordered = run.sort_values("epoch")
+            last = ordered.iloc[-1]
+            finished = last["status"] == "ok"
+            at_time = np.interp(budget, ordered["cpu_seconds"], ordered["train_loss"])
+            rows.append(
+                {
+                    "optimizer": optimizer,
+                    "provider": last["provider"] or "",
+                    "solver": last["solver"] or "",
+                    "seed": seed,
+                    "loss": float(last["train_loss"]) if finished else np.inf,
+                    "loss_at_time": float(at_time) if finished else np.inf,
+                    "accuracy": float(last["test_accuracy"]) if finished else np.nan,
+                    "cpu_seconds": float(ordered["cpu_seconds"].max()),
+                }
+            )
+    frame = pd.DataFrame(rows)
+    means = frame.groupby(["optimizer", "provider", "solver"], sort=False)[list(MEASURES)].mean()
+    return means.reset_index()
+
+
+def solver_claim(says: str, measure: str, better: str, than: str) -> Claim:
+    """That one solver has the better `measure` than another, with the same curvature."""
+    rule = (
+        f"compared with the same curvature by {MEASURES[measure]}; holds: for every provider; does not hold: "
+        f"for none; mixed: for some. Within {_close(measure)} is level and counts as not better"
+    )
+    return Claim(says, rule, partial(_judge_solvers, measure, better, than))
+
+
+def _judge_solvers(measure: str, better: str, than: str, frames: Frames) -> Judgement:
+    if "curves" not in frames:
+        return unmeasured()
+    table = run_table(frames["curves"])
+    outcomes, words = [], []
+    for provider, group in table[table["provider"] != ""].groupby("provider", sort=False):
+        values = group.set_index("solver")[measure]
+        if better in values and than in values:
+            outcomes.append(_beats(values[better], values[than], measure))
+            shown = _show(measure)
+            words.append(f"{provider}: {better} {shown(values[better])}, {than} {shown(values[than])}")
+    if not outcomes:
+        return unmeasured("No curvature was run with both solvers.")
+    return Judgement(f"{MEASURES[measure].capitalize()}. {'; '.join(words)}.", _verdict(outcomes))
+
+
+def best_claim(says: str, measure: str, optimizers: Sequence[str], among: Choice) -> Claim:
+    """That one of `optimizers` has the best `measure` of those that `among` leaves."""
+    rule = f"by {MEASURES[measure]}; mixed: level with the best, within {_close(measure)}"
+    return Claim(says, rule, partial(_judge_best, measure, tuple(optimizers), among))
+
+
+def _judge_best(measure: str, optimizers: tuple[str, ...], among: Choice, frames: Frames) -> Judgement:
+    if "curves" not in frames:
+        return unmeasured()
+    table = among(run_table(frames["curves"])).set_index("optimizer")[measure]
+    ranked = table.sort_values(ascending=measure != "accuracy")
+    named = [name for name in ranked.index if name in optimizers]
+    if not named:
+        return unmeasured("The frames do not have it.")
+    best = ranked.index[0]
+    verdict: Verdict = "does not hold"
+    if best in optimizers:
+        verdict = "holds"
+    elif not _beats(ranked[best], ranked[named[0]], measure):
+        verdict = "mixed"
+    words = "; ".join(f"{name} {_show(measure)(value)}" for name, value in ranked.items())
+    return Judgement(f"{MEASURES[measure].capitalize()}, the best first: {words}.", verdict)
+
+
+def level_claim(says: str, measure: str, among: Choice) -> Claim:
+    """That the runs which `among` leaves are alike in `measure`."""
+    rule = f"by {MEASURES[measure]}; holds: all within {_close(measure)} of the best"
+    return Claim(says, rule, partial(_judge_level, measure, among))
+
+
+def _judge_level(measure: str, among: Choice, frames: Frames) -> Judgement:
+    if "curves" not in frames:
+        return unmeasured()
+    values = among(run_table(frames["curves"])).set_index("optimizer")[measure]
+    if len(values) < 2:
+        return unmeasured("The frames do not have two of them.")
+    best = values.max() if measure == "accuracy" else values.min()
+    level = not any(_beats(best, value, measure) for value in values)
+    words = "; ".join(f"{name} {_show(measure)(value)}" for name, value in values.items())
+    return Judgement(f"{MEASURES[measure].capitalize()}: {words}.", "holds" if level else "does not hold")
+
+
+def _beats(one: float, other: float, measure: str) -> bool:
+    """Whether `one` is better by more than counts as level."""
+    if measure == "accuracy":
+        return bool(np.isnan(other) or one > other + ACCURACY_CLOSE)
+    return bool(one < other * (1 - CLOSE))
+
+
+def _close(measure: str) -> str:
+    return "one percentage point" if measure == "accuracy" else percent(CLOSE)
+
+
+def _show(measure: str) -> Callable[[float], str]:
+    if measure == "accuracy":
+        return percent
+    return (lambda value: f"{digits(value)} s") if measure == "cpu_seconds" else digits
+
+
+def _verdict(outcomes: list[bool]) -> Verdict:
+    return "holds" if all(outcomes) else "mixed" if any(outcomes) else "does not hold"

@@ -1,0 +1,49 @@
+"""Sentences of the figures' pages: where each run ended."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from curvlab.report.content import Answer
+from curvlab.report.numbers import digits, percent
+from curvlab.report.words import listed
+
+__all__ = ["curve_answer", "end_frame"]
+
+
+def end_frame(curves: pd.DataFrame) -> pd.DataFrame:
+    """The last row of every run, with the lowest training loss and the best test accuracy it ever had."""
+    runs = ["criterion", "seed", "optimizer"]
+    ordered = curves.sort_values("epoch", kind="stable")
+    ends = ordered.groupby(runs, sort=False).tail(1).set_index(runs)
+    grouped = ordered.groupby(runs, sort=False)
+    best = pd.DataFrame(
+        {"lowest_loss": grouped["train_loss"].min(), "best_accuracy": grouped["test_accuracy"].max()}
+    )
+    return ends.join(best).reset_index()
+
+
+def curve_answer(ends: pd.DataFrame) -> Answer:
+    """For each criterion and seed, the runs from the lowest training loss up."""
+    paragraphs = []
+    for (criterion, seed), part in ends.groupby(["criterion", "seed"], sort=False):
+        ranked = part.sort_values("train_loss")
+        words = [
+            f"{row.optimizer} {digits(row.train_loss)} and {percent(row.test_accuracy)} "
+            f"in {digits(row.cpu_seconds)} s"
+            for row in ranked.itertuples(index=False)
+            if row.status == "ok"
+        ]
+        lost = [
+            f"{row.optimizer} ({row.status} in epoch {row.epoch})"
+            for row in ranked.itertuples(index=False)
+            if row.status != "ok"
+        ]
+        text = (
+            f"{criterion}, seed {seed}: training loss, test accuracy and time at the end: {'; '.join(words)}."
+        )
+        paragraphs.append(text + (f" Not finished: {listed(lost)}." if lost else ""))
+    best = ends[ends["status"] == "ok"].sort_values("train_loss").groupby("criterion", sort=False).head(1)
+    leaders = [f"{row.optimizer} ({row.criterion})" for row in best.itertuples(index=False)]
+    headline = f"Lowest training loss: {listed(leaders)}." if leaders else "No run ended with a finite loss."
+    return Answer(headline, tuple(paragraphs))

@@ -1,0 +1,80 @@
+"""The experiments by name."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+
+from curvlab.exceptions import SpecError
+from curvlab.reproduce.curve_figure import CurveFigure
+from curvlab.reproduce.error_table import ErrorTable
+from curvlab.reproduce.experiment import Experiment
+from curvlab.reproduce.growth_table import GrowthTable
+
+__all__ = ["experiment_named", "experiments"]
+
+CONVEX = (
+    ("pch-2", "pch-1"),
+    ("pch-1", "gauss-newton"),
+    ("gauss-newton", "fisher"),
+    ("pch-2", "pch-1", "gauss-newton", "fisher"),
+)
+NON_CONVEX = (("pch-1", "pch-2"), ("pch-2", "fisher"), ("pch-1", "fisher"), ("pch-1", "pch-2", "fisher"))
+
+CE, ROBUST = ("cross-entropy",), ("robust",)
+SOLVERS = ("kfi", "ea-cg")
+ALL_PAIRS = tuple((p, s) for p in ("fisher", "gauss-newton", "pch-1") for s in SOLVERS)
+PSD_PAIRS = tuple((p, s) for p in ("fisher", "pch-1") for s in SOLVERS)
+
+
+def experiments() -> dict[str, Experiment]:
+    """Every experiment, in the order of the paper."""
+    found: list[Experiment] = [
+        GrowthTable("table1", "Table 1: what each method costs as sizes grow"),
+        ErrorTable(
+            "table2", "Table 2: errors on CIFAR-10, cross-entropy", "cifar10", "cross-entropy", CONVEX
+        ),
+        ErrorTable(
+            "table3",
+            "Table 3: errors on 150,528 inputs, cross-entropy",
+            "imagenet10",
+            "cross-entropy",
+            CONVEX,
+        ),
+        ErrorTable("table4", "Table 4: errors on CIFAR-10, robust loss", "cifar10", "robust", NON_CONVEX),
+        ErrorTable(
+            "table5", "Table 5: errors on 150,528 inputs, robust loss", "imagenet10", "robust", NON_CONVEX
+        ),
+        CurveFigure("fig-convex-cifar10", "Training on CIFAR-10, cross-entropy", "cifar10", CE, ALL_PAIRS),
+        CurveFigure(
+            "fig-convex-imagenet10", "Training on 150,528 inputs, cross-entropy", "imagenet10", CE, ALL_PAIRS
+        ),
+        CurveFigure(
+            "fig-nonconvex-cifar10", "Training on CIFAR-10, robust loss", "cifar10", ROBUST, PSD_PAIRS
+        ),
+        CurveFigure(
+            "fig-nonconvex-imagenet10",
+            "Training on 150,528 inputs, robust loss",
+            "imagenet10",
+            ROBUST,
+            PSD_PAIRS,
+        ),
+        CurveFigure(
+            "pch1-vs-pch2",
+            "PCH-1 against PCH-2 in training",
+            "cifar10",
+            CE + ROBUST,
+            (("pch-1", "ea-cg"), ("pch-2", "ea-cg")),
+            baseline=False,
+        ),
+    ]
+    return {experiment.name: experiment for experiment in found}
+
+
+def experiment_named(name: str) -> Experiment:
+    """The experiment; an unknown name is an error that lists the known ones and the nearest."""
+    known = experiments()
+    if name in known:
+        return known[name]
+    nearest = get_close_matches(name, known, 1)
+    hint = f" Did you mean `{nearest[0]}`?" if nearest else ""
+    raise SpecError(f"experiment `{name}` is not known.{hint} Known: {', '.join(known)}")

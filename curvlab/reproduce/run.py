@@ -1,0 +1,121 @@
+"""`reproduce`: carry out an experiment in a folder, and write its page there.
+
+    <output>/<experiment>/report.html  report.md  figures/  *.csv       the page and its frames
+    <output>/<experiment>/work/                                        the store
+    <output>/work/runs/                                                training runs and their checkpoints
+
+Every row is in the store when it is measured and every run has its checkpoint, so the same call goes on after
+an interruption, with any executor.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from functools import partial
+from pathlib import Path
+
+from curvlab.measure.environment import environment
+from curvlab.report.write import write_pages
+from curvlab.reproduce.experiment import ENVIRONMENT, Experiment, Outcome
+from curvlab.reproduce.experiments import experiment_named
+from curvlab.reproduce.subjects import Options
+from curvlab.reproduce.task import Places, Show, Task
+from curvlab.studies.executor import Place, place_of, run
+from curvlab.studies.files import write_text_atomic
+from curvlab.studies.folder import set_aside
+from curvlab.studies.store import Store, key_of
+
+__all__ = ["DEFAULT_OUTPUT", "command_of", "reproduce", "work_folder", "write_experiment"]
+
+DEFAULT_OUTPUT = "runs/paper"
+Progress = Callable[[float, float, str], None]
+"""Told how many tasks are done (a fraction counts the one under way), how many there are, and what runs."""
+
+
+def reproduce(
+    name: str,
+    options: Options | None = None,
+    output: str | Path = DEFAULT_OUTPUT,
+    *,
+    executor: str | Place | Executor = "serial",
+    fresh: bool = False,
+    on_progress: Progress | None = None,
+) -> Path:
+    """Carry out the experiment `name` as far as it is not done, and return its page.
+
+    Args:
+        name: `table1` … `table5`, `fig-…`, `pch1-vs-pch2`; see `experiments()`.
+        options: the scale and what else the user chooses.
+        output: the folder of all experiments; this one's is inside.
+        executor: where tasks run; with other processes or machines they must see the folder.
+        fresh: measure again what the folder has; the old rows are set aside.
+        on_progress: called as the work goes on.
+    """
+    experiment, options = experiment_named(name), options or Options()
+    folder = Path(output) / experiment.name
+    places = Places(work_folder(folder), work_folder(Path(output)) / "runs")
+    if fresh:
+        set_aside(places.store)
+    store = Store(places.store)
+    tasks = experiment.tasks(options)
+    _carry_out(tasks, places, store, place_of(executor), on_progress or (lambda done, total, label: None))
+    return write_experiment(experiment, store, options, folder)
+
+
+def write_experiment(experiment: Experiment, store: Store, options: Options, folder: Path) -> Path:
+    """Write the frames and the page of what has been measured."""
+    frames = experiment.frames(store)
+    outcome = Outcome(store, options, command_of(experiment.name, options), frames)
+    for name, frame in frames.items():
+        write_text_atomic(folder / f"{name}.csv", frame.to_csv(index=False, float_format="%.6g"))
+    return write_pages(experiment.content(outcome), folder)
+
+
+def work_folder(folder: Path) -> Path:
+    """Where a folder keeps what is not to be published: the store, the checkpoints."""
+    return folder / "work"
+
+
+def command_of(name: str, options: Options) -> str:
+    """The shell command of a reproduction, without the folders of this machine.
+
+    >>> command_of("table2", Options("smoke", seeds=(3,)))
+    'curvlab reproduce table2 --scale smoke --seed 3'
+    """
+    words = ["curvlab", "reproduce", name, "--scale", options.scale]
+    words += [word for seed in options.seeds for word in ("--seed", str(seed))]
+    if options.imagenet is not None:
+        words += ["--imagenet", "DIR"]
+    return shlex.join(words)
+
+
+def _carry_out(
+    tasks: Sequence[Task], places: Places, store: Store, place: Place, on_progress: Progress
+) -> None:
+    pending = [task for task in tasks if not task.finished(store)]
+    done = len(tasks) - len(pending)
+    on_progress(done, len(tasks), "")
+    if pending:
+        _record_environment(store)
+
+    def show(share: float, label: str) -> None:
+        on_progress(done + share, len(tasks), label)
+
+    for ended in run(partial(_run, places=places, show=show if place.in_process else None), pending, place):
+        if ended.error is not None:
+            raise ended.error
+        done += 1
+        on_progress(done, len(tasks), ended.argument.label)
+
+
+def _run(task: Task, places: Places, show: Show | None) -> None:
+    task.run(places, show or (lambda share, label: None))
+
+
+def _record_environment(store: Store) -> None:
+    found = environment()
+    key = key_of({"kind": ENVIRONMENT, **found})
+    if not store.has(key):
+        store.append({"kind": ENVIRONMENT, "key": key, "environment": found})
