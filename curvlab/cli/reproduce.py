@@ -13,6 +13,8 @@ from curvlab.cli.options import check_writable
 from curvlab.exceptions import SpecError
 from curvlab.reproduce.experiments import experiment_named, experiments
 from curvlab.reproduce.findings import write_findings
+from curvlab.reproduce.grid_search import embedded_study
+from curvlab.reproduce.grid_study import GridStudy, parse_only
 from curvlab.reproduce.run import DEFAULT_OUTPUT, reproduce
 from curvlab.reproduce.subjects import SCALES, Options
 
@@ -33,6 +35,10 @@ ALL = "all"
               help="Folder with one of images for each class.  [default: enlarged CIFAR-10]")  # fmt: skip
 @click.option("--data-dir", type=click.Path(file_okay=False), metavar="DIR",
               help="Folder of CIFAR-10.  [default: downloaded once]")  # fmt: skip
+@click.option("--study", type=click.Path(exists=True, dir_okay=False), metavar="FILE",
+              help="Study file of `grid`.  [default: the scale's own]")  # fmt: skip
+@click.option("--only", multiple=True, metavar="NAME=VALUE,…",
+              help="A part of the grid: lr, batch, alpha, max_iter or tol.")  # fmt: skip
 @click.option("--device", default="auto", show_default=True, metavar="NAME", help="auto, cpu, cuda, mps, …")
 @click.option("--executor", default="serial", show_default=True, metavar="SPEC",
               help="serial, process[workers=N], or dask[address=tcp://host:8786].")  # fmt: skip
@@ -48,6 +54,8 @@ def command(
     seeds: tuple[int, ...],
     imagenet: str | None,
     data_dir: str | None,
+    study: str | None,
+    only: tuple[str, ...],
     device: str,
     executor: str,
     output: Path | None,
@@ -67,6 +75,7 @@ def command(
       curvlab reproduce all --scale smoke
       curvlab reproduce table2 table4 --scale laptop --executor 'process[workers=2]'
       curvlab reproduce table3 --imagenet ~/imagenet10
+      curvlab reproduce grid --study mine.toml --only lr=0.1,0.2 --only batch=100
     """
     if listed:
         _list(as_json)
@@ -74,7 +83,7 @@ def command(
     if not names:
         raise SpecError(f"name an experiment, or `{ALL}`; see `curvlab reproduce --list`")
     chosen = list(experiments()) if ALL in names else [experiment_named(name).name for name in names]
-    options = Options(scale, seeds, imagenet, data_dir, device)  # type: ignore[arg-type]
+    options = Options(scale, seeds, imagenet, data_dir, device, _study(scale, study, only))  # type: ignore[arg-type]
     folder = check_writable(output or Path(DEFAULT_OUTPUT) / scale)
     pages = {}
     try:
@@ -94,6 +103,12 @@ def command(
         print_json({"pages": {name: str(page) for name, page in pages.items()}, "findings": str(findings)})
     elif not quiet:
         click.echo(f"Findings: {findings}")
+
+
+def _study(scale: str, path: str | None, only: tuple[str, ...]) -> GridStudy | None:
+    if path is None and not only:
+        return None
+    return (embedded_study(scale) if path is None else GridStudy.read(path)).only(parse_only(only))
 
 
 def _list(as_json: bool) -> None:

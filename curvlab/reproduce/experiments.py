@@ -8,6 +8,7 @@ from curvlab.exceptions import SpecError
 from curvlab.reproduce.curve_figure import CurveFigure
 from curvlab.reproduce.error_table import ErrorTable
 from curvlab.reproduce.experiment import Experiment
+from curvlab.reproduce.grid_search import GridSearch
 from curvlab.reproduce.growth_table import GrowthTable
 
 __all__ = ["experiment_named", "experiments"]
@@ -66,6 +67,7 @@ def experiments() -> dict[str, Experiment]:
             (("pch-1", "ea-cg"), ("pch-2", "ea-cg")),
             baseline=False,
         ),
+        GridSearch("grid", "The grid search"),
     ]
     return {experiment.name: experiment for experiment in found}
 

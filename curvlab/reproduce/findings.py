@@ -20,7 +20,12 @@ from curvlab.studies.store import Store
 
 __all__ = ["write_findings"]
 
-VERDICTS = ("holds", "mixed", "does not hold", "not measured")
+VERDICTS = {
+    "holds": "hold",
+    "mixed": "are mixed",
+    "does not hold": "do not hold",
+    "not measured": "are not measured",
+}
 HEADS = ("the paper says", "measured", "verdict")
 
 
@@ -65,7 +70,7 @@ def _section(
     )
     links = [("the page", f"{experiment.name}/report.md")] if frames else []
     links += [(f"{name}.csv", f"{experiment.name}/{name}.csv") for name in frames]
-    rules = tuple(dict.fromkeys(f"{claim.says} Rule: {claim.rule}." for claim in found))
+    rules = {claim.rule: [c.says for c in found if c.rule == claim.rule] for claim in found}
     return Section(
         experiment.name,
         experiment.title,
@@ -73,9 +78,9 @@ def _section(
         folded=(
             Table(
                 "How a verdict is reached",
-                ("rule",),
-                (False,),
-                tuple((Entry(rule),) for rule in rules),
+                ("claims", "rule"),
+                (False, False),
+                tuple((Entry(" ".join(says)), Entry(rule)) for rule, says in rules.items()),
                 sortable=False,
             ),
         ),
@@ -85,7 +90,7 @@ def _section(
 
 def _answer(counts: Counter[str]) -> Answer:
     total = sum(counts.values())
-    parts = [f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict]]
+    parts = [f"{counts[verdict]} {words}" for verdict, words in VERDICTS.items() if counts[verdict]]
     return Answer(
         f"Of {total} claims, {listed(parts)}." if parts else "No claim has been judged.",
         (

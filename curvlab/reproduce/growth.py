@@ -1,21 +1,21 @@
 """Table 1 as a study: what one layer's curvature and one layer's solve cost as one size grows.
 
-A point is one provider or solver at one set of sizes, and gives one row: seconds, operations, peak bytes. It is
-a frozen task that names everything by value, so that it runs in any process.
+A point is one provider or solver at one set of sizes, and gives one row: seconds, operations, peak bytes. It
+is a frozen task that names everything by value, so that it runs in any process.
 
-    curvature   from the recorded pass to B. `fisher`: B^t of the layer n_{t-1} → n_t in a network n_{t-1}-n_t-10.
-                `gauss-newton`, `pch-1`: the step of the recursion from B^t to B^{t-1} through the weight of
-                n_t × n_{t-1}, in a network 10-n_{t-1}-n_t, with E[∇²ξ] and E[σ'σ'ᵀ], which it reads.
-    solve       from B^t (of `pch-1`) to the direction, for the layer n_{t-1} → n_t in a network n_{t-1}-n_t-10.
+    curvature   from the recorded pass to B. `fisher`: B^t of the first layer of n_{t-1}-n_t-10.
+                `gauss-newton`, `pch-1`: the recursion's step from B^t to B^{t-1} through the weight of
+                n_t × n_{t-1} in 10-n_{t-1}-n_t, with E[∇²ξ] and E[σ'σ'ᵀ], which it reads.
+    solve       from B^t (by `pch-1`) to the direction, for the first layer of n_{t-1}-n_t-10.
 
-    textbook       the paper's equations: B formed; E[hhᵀ] formed, torch.linalg.inv, CG on n_t × n_{t-1} matrices.
-                   The gradient is given as a matrix.
-    sample space   curvlab's: Fisher's B kept as rows; M of D = M H. The gradient is given in factors; D stays so,
-                   and the product that the textbook's gradient took is that of the update W ← W + ηMH.
+    textbook       the paper's equations: B formed; E[hhᵀ] formed, torch.linalg.inv, CG on n_t × n_{t-1}
+                   matrices. The gradient is given as a matrix.
+    sample space   curvlab's: Fisher's B kept as rows; M of D = M H. The gradient is given in factors and D
+                   stays so: the product that formed the textbook's gradient is that of the update here.
 
-Seconds are processor time of the thread, with one torch thread: other work on the machine changes them little.
-They are medians over calls that each start from a pass of which nothing has been computed. Bytes are those of
-the tensors that the call makes, at their peak, and for a solve those of B; operations are those of
+Seconds are processor time of the thread, with one torch thread: other work on the machine changes them
+little. They are medians over calls that each start from a pass of which nothing has been computed. Bytes are
+those of the tensors that the call makes, at their peak, and for a solve those of B; operations are those of
 `curvlab.measure.flops`, so element-wise work counts as none. Both are counted in a call of their own.
 """
 
@@ -188,9 +188,9 @@ def _solve_work(task: GrowthTask, problem: Problem) -> Work:
 
 
 def _solver(task: GrowthTask) -> Solver:
-    """The solver in one form, whatever the sizes: left to itself it would change its route along the ladder."""
+    """The solver in one form whatever the sizes: by default its route would change along the ladder."""
     options: dict[str, Any] = (
-        # The explicit form asks a route for the trace of the input factor only; this one forms nothing for it.
+        # The explicit form asks a route for the trace of the input factor only: this one forms nothing.
         {"formulation": "explicit", "route": "dense"}
         if task.formulation == TEXTBOOK
         else {"formulation": "reduced", "route": "sample"}
@@ -206,8 +206,8 @@ def _complete(task: GrowthTask, solution: Solution) -> Solution:
     found = solution.blocks["0.weight"].iterations
     if task.subject in ITERATIVE and found != task.sizes.iterations:
         raise SolveError(
-            f"{task.label}: CG ended after {found} iterations of {task.sizes.iterations}, so the point does not "
-            f"measure what it says. Ask for fewer iterations, or for a wider layer"
+            f"{task.label}: CG ended after {found} iterations of {task.sizes.iterations}, so the point does "
+            f"not measure what it says. Ask for fewer iterations, or for a wider layer"
         )
     return solution
 

@@ -156,7 +156,7 @@ CURVLAB: dict[tuple[str, str, str, str], Order] = {
     ("time", "solve", "ea-cg", TEXTBOOK): Order(CG_OUTPUT, Term(iterations=1, inputs=1, outputs=1), MEAN),
     ("space", "solve", "ea-cg", TEXTBOOK): Order(OUTPUT, GRADIENT),
     ("time", "solve", "ea-cg", SAMPLE_SPACE): Order(GRAM, GRAM_OUTPUT, CG_OUTPUT),
-    ("space", "solve", "ea-cg", SAMPLE_SPACE): Order(OUTPUT, GRAM_SPACE, ROWS, MEAN),
+    ("space", "solve", "ea-cg", SAMPLE_SPACE): Order(OUTPUT, GRAM_SPACE, ROWS, Term(inputs=1)),
     ("time", "solve", "cg", TEXTBOOK): Order(
         Term(iterations=1, inputs=1, outputs=2), Term(iterations=1, inputs=2, outputs=1), FORM_INPUT
     ),

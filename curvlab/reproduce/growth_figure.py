@@ -6,6 +6,7 @@ with open markers, the sample space's solid with filled ones. A number beside a 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,7 @@ def growth_figure(
     figure = Figure(figsize=SIZE, layout="constrained", facecolor=theme.paper)
     grid = figure.subplots(len(QUANTITIES), len(VARIABLES), sharey="row")
     look = Look.of(_subjects(rows, "curvature"), _subjects(rows, "solve"), theme)
+    ends: list[tuple[Axes, list[_End]]] = []
     for panels, quantity in zip(grid, QUANTITIES, strict=True):
         chosen = rows[rows["quantity"] == quantity]
         legend = _entries(chosen, quantity, look)
@@ -48,15 +50,28 @@ def growth_figure(
             if points.empty:
                 _put_legend(ax, legend, quantity, look)
             else:
-                _panel(ax, points, fitted[fitted["measure"] == measure], measure, look)
+                ends.append((ax, _panel(ax, points, fitted[fitted["measure"] == measure], measure, look)))
         panels[0].set_ylabel(f"{quantity}: {LABELS[measure]}")
         if all(ax.has_data() for ax in panels):
             _put_legend(panels[-1], legend, quantity, look, outside=True)
+    figure.draw_without_rendering()  # all panels of a row have their common limits and their final size now
+    for ax, written in ends:
+        _write_exponents(ax, written, theme.paper)
     return figure
 
 
-def _panel(ax: Axes, points: pd.DataFrame, fitted: pd.DataFrame, measure: str, look: Look) -> None:
-    ends: list[tuple[float, float, str, str]] = []
+@dataclass(frozen=True)
+class _End:
+    """Where a fitted line ends, and the exponent to be written there."""
+
+    x: float
+    y: float
+    exponent: float
+    colour: str
+
+
+def _panel(ax: Axes, points: pd.DataFrame, fitted: pd.DataFrame, measure: str, look: Look) -> list[_End]:
+    ends: list[_End] = []
     for (subject, formulation), ladder in points.groupby(["subject", "formulation"], sort=False):
         style = _style(str(subject), str(formulation), look)
         found = _fit_of(fitted, ladder.iloc[0])
@@ -65,14 +80,14 @@ def _panel(ax: Axes, points: pd.DataFrame, fitted: pd.DataFrame, measure: str, l
         if np.isfinite(found["exponent"]):
             line = found["constant"] * x ** found["exponent"]
             ax.plot(x, line, **style | {"marker": ""})
-            ends.append((float(x[-1]), float(line[-1]), f"{found['exponent']:.1f}", style["color"]))
+            ends.append(_End(float(x[-1]), float(line[-1]), float(found["exponent"]), style["color"]))
     variable = str(points["variable"].iloc[0])
     ax.set_xlabel(f"{variable} {SYMBOLS[variable]}")
     for axis in ("x", "y"):
         log_axis(ax, axis)
     ax.margins(x=0.16)
     dress(ax, look)
-    _write_exponents(ax, ends, look.theme.paper)
+    return ends
 
 
 def _fit_of(fitted: pd.DataFrame, point: pd.Series) -> pd.Series:
@@ -97,25 +112,25 @@ def _style(subject: str, formulation: str, look: Look) -> dict[str, Any]:
     }
 
 
-def _write_exponents(ax: Axes, ends: list[tuple[float, float, str, str]], paper: str) -> None:
-    """The exponents at the lines' ends, from below, each moved up as far as the one beneath it asks for."""
+def _write_exponents(ax: Axes, ends: list[_End], paper: str) -> None:
+    """At the lines' ends, from below, each moved up as far as the one beneath it asks for."""
     figure = ax.get_figure(root=True)
     assert figure is not None
     lowest = -np.inf
-    for x, y, text, colour in sorted(ends, key=lambda end: end[1]):
-        height = ax.transData.transform((x, y))[1] * 72 / figure.dpi
+    for end in sorted(ends, key=lambda end: end.y):
+        height = ax.transData.transform((end.x, end.y))[1] * 72 / figure.dpi
         lowest = max(height, lowest + APART)
         ax.annotate(
-            text,
-            (x, y),
-            xytext=(5, lowest - height),
+            f"{end.exponent:z.1f}",
+            (end.x, end.y),
+            xytext=(6, lowest - height),
             textcoords="offset points",
-            color=colour,
+            color=end.colour,
             fontsize=FONT - 1,
             va="center",
             annotation_clip=False,
             bbox={"facecolor": paper, "edgecolor": "none", "alpha": 0.7, "pad": 0.6},
-        )
+        ).set_in_layout(False)
 
 
 def _subjects(rows: pd.DataFrame, quantity: str) -> list[str]:

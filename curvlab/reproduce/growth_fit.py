@@ -3,8 +3,9 @@
     log y = a + b log x,    b ± t_{0.975, points - 2} · stderr(b)    by least squares
 
 A sum of powers is no power: over a ladder that ends, n³ + c n² has less than 3. So every formula is fitted
-the same way, at the very sizes that were measured; the highest power is what it tends to. Operations and bytes
-are counted, not sampled: their interval says how far the logarithms are from a line, and nothing of noise.
+the same way, at the very sizes that were measured; the highest power is what it tends to. Operations and
+bytes are counted, not sampled: their interval says how far the logarithms are from a line, and nothing of
+noise.
 """
 
 from __future__ import annotations
@@ -66,9 +67,9 @@ def fit_exponent(sizes: Sequence[float], costs: Sequence[float], confidence: flo
 def fits(rows: pd.DataFrame) -> pd.DataFrame:
     """One row for each ladder and measure: the exponent, and those of the paper's and of curvlab's order.
 
-    `paper_exponent` is the highest power of the variable in the paper's O(·), and `paper_ladder` what the same
-    fit finds on its values at the measured sizes; likewise `curvlab_`. NaN, and an empty text, where nothing is
-    said (or computed).
+    `paper_exponent` is the highest power of the variable in the paper's O(·), and `paper_ladder` what the
+    same fit finds on its values at the measured sizes; likewise `curvlab_`. NaN, and an empty text, where
+    nothing is said (or computed).
     """
     found = [
         _row(dict(zip(LADDER, names, strict=True)), ladder.sort_values("value"), measure)
@@ -121,8 +122,8 @@ def _order(whose: str, order: Order | None, ladder: pd.DataFrame, variable: str)
 def exponent_table(fitted: pd.DataFrame, resource: str) -> pd.DataFrame:
     """Table 1 of `"time"` or `"space"`, in words: the paper's order and exponents, then both formulations'.
 
-    An exponent reads `2.91 [2.85, 2.97]`, with its 95 % interval; `3 (2.84)` is an order's highest power and,
-    in parentheses, its exponent over the ladder.
+    An exponent reads `2.91 [2.85, 2.97]`, with its 95 % interval; `3 (2.84)` is an order's highest power
+    and, in parentheses, its exponent over the ladder.
     """
     chosen = fitted[fitted["measure"].map(RESOURCES) == resource]
     groups = chosen.groupby(["quantity", "subject", "variable"], sort=False)
@@ -135,15 +136,15 @@ def _words(group: pd.DataFrame) -> dict[str, str]:
         "quantity": head["quantity"],
         "subject": head["subject"],
         "in": SYMBOLS[head["variable"]],
-        "from": f"{head['first']} to {head['last']}",
         "paper": head["paper"] or NOTHING,
         "paper's exponent": _order_words(head, "paper"),
     }
     for formulation in (TEXTBOOK, SAMPLE_SPACE):
         part = group[group["formulation"] == formulation]
-        for _, row in part.iterrows():
-            words[f"{formulation}: {row['measure']}"] = _interval(row)
         if len(part):
+            words[f"{formulation}: over"] = f"{part.iloc[0]['first']} to {part.iloc[0]['last']}"
+            for _, row in part.iterrows():
+                words[f"{formulation}: {row['measure']}"] = _interval(row)
             words[f"{formulation}: order"] = part.iloc[0]["curvlab"] or NOTHING
             words[f"{formulation}: its exponent"] = _order_words(part.iloc[0], "curvlab")
     return words
@@ -151,10 +152,10 @@ def _words(group: pd.DataFrame) -> dict[str, str]:
 
 def _order_words(row: pd.Series, whose: str) -> str:
     asymptotic, ladder = row[f"{whose}_exponent"], row[f"{whose}_ladder"]
-    return NOTHING if pd.isna(asymptotic) else f"{asymptotic:.0f} ({ladder:.2f})"
+    return NOTHING if pd.isna(asymptotic) else f"{asymptotic:.0f} ({ladder:z.2f})"
 
 
 def _interval(row: pd.Series) -> str:
     if pd.isna(row["exponent"]):
         return NOTHING
-    return f"{row['exponent']:.2f} [{row['low']:.2f}, {row['high']:.2f}]"
+    return f"{row['exponent']:z.2f} [{row['low']:z.2f}, {row['high']:z.2f}]"

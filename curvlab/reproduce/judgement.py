@@ -1,7 +1,7 @@
 """A claim of the paper and what became of it: what it says, what was measured, whether it holds.
 
 Verdicts are computed from the frames by rules that stand beside them in words, so that a reader can disagree
-with the rule and not only with the result. Runs or losses within five per cent of each other are called level.
+with the rule and not only with the result. Losses and times within five per cent of each other are level.
 """
 
 from __future__ import annotations

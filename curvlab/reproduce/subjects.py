@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from curvlab.exceptions import SpecError
+from curvlab.reproduce.grid_study import GridStudy
 from curvlab.studies.setup import Setup
 
 __all__ = ["SCALES", "Options", "Role", "Scale", "subject"]
@@ -34,6 +35,7 @@ class Options:
         imagenet: folder with a folder of images for each class; None: CIFAR-10 enlarged stands in.
         data_dir: folder of CIFAR-10, where it is not to be downloaded.
         device: `auto`, `cpu`, `cuda`, `mps`, …
+        study: the grid that `grid` searches, instead of the scale's own.
     """
 
     scale: Scale = "laptop"
@@ -41,6 +43,7 @@ class Options:
     imagenet: str | None = None
     data_dir: str | None = None
     device: str = "auto"
+    study: GridStudy | None = None
 
     def __post_init__(self) -> None:
         if self.scale not in SCALES:
