@@ -148,7 +148,7 @@ def _entries(chosen: pd.DataFrame, quantity: str, look: Look) -> list[Artist]:
             [],
             [],
             color=look.theme.ink,
-            linestyle=DASHES[form],  # type: ignore[arg-type]
+            linestyle=DASHES[form],
             marker="o",
             markersize=4.5,
             markerfacecolor=look.theme.ink if form == SAMPLE_SPACE else look.theme.paper,

@@ -72,7 +72,7 @@ def fits(rows: pd.DataFrame) -> pd.DataFrame:
     nothing is said (or computed).
     """
     found = [
-        _row(dict(zip(LADDER, names, strict=True)), ladder.sort_values("value"), measure)
+        _row(dict(zip(LADDER, map(str, names), strict=True)), ladder.sort_values("value"), measure)
         for names, ladder in rows.groupby(LADDER, sort=False)
         for measure in RESOURCES
     ]
