@@ -3,6 +3,9 @@
 PYTHON ?= python3
 VENV   ?= .venv
 JOBS   ?= 2
+# What `make reproduce` runs: smoke takes minutes, laptop hours, paper days.
+SCALE       ?= smoke
+EXPERIMENTS ?= all
 # What is passed on to pytest, asv and pip.
 ARGS     ?=
 PIP_ARGS ?=
@@ -19,10 +22,10 @@ RATIOS ?= (narrow|cifar10).*cpu SGDRatio.*pch-1.*imagenet10.*cpu
 say = @printf '==> %s\n'
 
 .DEFAULT_GOAL := help
-.PHONY: help install compare test lint types format bench asv-quick asv-check asv-publish clean
+.PHONY: help install compare test lint types format reproduce reproduce-quick bench asv-quick asv-check asv-publish clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # Constraining torch in the one command that installs everything keeps pip from fetching another
 # build of it first; PIP_CONSTRAINT pins the build backend, which -c does not reach.
@@ -40,6 +43,13 @@ install: $(STAMP) ## create .venv with everything in it
 compare: $(STAMP) ## compare providers and solvers on the embedded data set
 	$(say) 'curvlab compare'
 	@$(BIN)/curvlab compare $(ARGS)
+
+reproduce: $(STAMP) ## run the paper's tables and figures again: SCALE=smoke|laptop|paper
+	$(say) 'curvlab reproduce $(EXPERIMENTS) --scale $(SCALE)'
+	@$(ONE_THREAD) $(BIN)/curvlab reproduce $(EXPERIMENTS) --scale $(SCALE) $(ARGS)
+
+reproduce-quick: EXPERIMENTS := table2 fig-nonconvex-cifar10
+reproduce-quick: reproduce ## one table and one figure of it, at small scale
 
 test: $(STAMP) ## run the whole test suite, doctests included
 	$(say) 'pytest, $(JOBS) workers'

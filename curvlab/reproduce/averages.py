@@ -37,7 +37,7 @@ def averages(errors: pd.DataFrame) -> pd.DataFrame:
     seeds = pd.concat([_of_seed(group) for _, group in by_seed.groupby(["provider", "seed"], sort=False)])
     grouped = seeds.groupby(["provider", "layer"], sort=False)
     means, deviations = grouped[columns].mean(), grouped[columns].std()
-    joined = means.join(deviations, rsuffix="_deviation").join(grouped["seed"].nunique().rename("seeds"))
+    joined = means.join(deviations.add_suffix("_deviation")).join(grouped["seed"].nunique().rename("seeds"))
     return joined.reset_index()
 
 

@@ -46,7 +46,7 @@ class TrainingRun:
             done = (state.epoch + state.step / state.steps) / max(state.epochs, 1)
             show(min(done, 1.0), f"{self.label}, epoch {state.epoch} of {state.epochs}")
 
-        frame = train(self.plan, places.runs / self.plan.key, on_progress=progress)
+        frame = train(self.plan, places.runs / self.plan.key, on_progress=progress, draw=False)
         store = Store(places.store)
         setup = self.plan.setup
         head = {"kind": EPOCH, "plan": self.plan.key, "criterion": setup.criterion, "data": setup.data,

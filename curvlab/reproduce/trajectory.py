@@ -110,6 +110,7 @@ class Trajectory:
             on_progress=progress,
             observe=observer,
             should_stop=lambda: observer.step >= self.updates,
+            draw=False,
         )
         last = frame.iloc[-1]
         if not store.has(self.end_key):
@@ -139,7 +140,9 @@ class _Observer:
         self.step = run.steps
         for sampling in self.task.samplings:
             due = run.steps % sampling.stride == 0 and run.steps < self.task.updates
-            if due and not self.store.has(self.task.point_key(run.steps, sampling.batch)):
+            new = due and not self.store.has(self.task.point_key(run.steps, sampling.batch))
+            # The update before a loss that is not finite: the next step says so and ends the run.
+            if new and all(bool(p.isfinite().all()) for p in run.model.parameters()):
                 self.store.append(self._point(run, sampling.batch))
 
     def _point(self, run: TrainRun, batch: int) -> Row:
