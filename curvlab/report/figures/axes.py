@@ -19,7 +19,18 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from curvlab.report.numbers import digits
 from curvlab.report.theme import Look
 
-__all__ = ["FONT", "dress", "empty", "get_axes", "handles", "legend", "log_axis", "look_of", "pairs_of", "shorten"]
+__all__ = [
+    "FONT",
+    "dress",
+    "empty",
+    "get_axes",
+    "handles",
+    "legend",
+    "log_axis",
+    "look_of",
+    "pairs_of",
+    "shorten",
+]
 
 FONT = 9.0
 LONGEST = 34
