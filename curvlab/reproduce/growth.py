@@ -53,7 +53,7 @@ DTYPE = torch.float32
 # So small that CG runs all the iterations it is given; what an iteration costs does not depend on it.
 CG_ALPHA = 1e-5
 INVERSE_ALPHA = 0.05
-ENOUGH_SECONDS, MOST_CALLS = 0.05, 15
+ENOUGH_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -219,9 +219,9 @@ def _count(call: Callable[[], object], held: Iterable[Tensor]) -> Row:
 
 
 def _seconds(make: Callable[[], Callable[[], object]], repetitions: int) -> list[float]:
-    """Processor seconds of each call; short ones are made more often."""
+    """Processor seconds of each call; short ones are made up to three times as often."""
     seconds: list[float] = []
-    while len(seconds) < repetitions or (sum(seconds) < ENOUGH_SECONDS and len(seconds) < MOST_CALLS):
+    while len(seconds) < repetitions or (sum(seconds) < ENOUGH_SECONDS and len(seconds) < 3 * repetitions):
         call = make()
         with collector_off():
             start = thread_time()

@@ -59,18 +59,23 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Scale:
-    """How large, how long and how often: `factor` multiplies all sizes, `ratio` is a ladder's step."""
+    """How large, how long and how often.
+
+    `factor` multiplies all sizes, `ratio` is a ladder's step; `iterations` are those of CG while another size
+    grows.
+    """
 
     factor: float
     ratio: float
     points: int
     repetitions: int
+    iterations: int
 
 
 SCALES = {
-    "smoke": Scale(factor=0.25, ratio=1.5, points=4, repetitions=3),
-    "laptop": Scale(factor=1.0, ratio=1.5, points=6, repetitions=5),
-    "paper": Scale(factor=1.5, ratio=1.5, points=8, repetitions=9),
+    "smoke": Scale(factor=0.25, ratio=1.5, points=4, repetitions=2, iterations=6),
+    "laptop": Scale(factor=1.0, ratio=1.5, points=6, repetitions=5, iterations=20),
+    "paper": Scale(factor=1.5, ratio=1.5, points=8, repetitions=9, iterations=20),
 }
 
 
@@ -92,6 +97,8 @@ class Sweep:
         [512, 768, 1152, 1728, 2592, 3888]
         """
         first = self.start.scaled(scale.factor)
+        if self.variable != "iterations":
+            first = replace(first, iterations=scale.iterations)
         for step in range(scale.points):
             grown = round(getattr(first, self.variable) * scale.ratio**step)
             yield replace(first, **{self.variable: grown})
