@@ -107,7 +107,7 @@ class CurveFigure(Experiment):
             return self.nothing(outcome)
         curves = outcome.frames["curves"]
         parts = [
-            self._curves(str(criterion), int(seed), part)
+            self._curves(str(criterion), str(seed), part)
             for (criterion, seed), part in curves.groupby(["criterion", "seed"], sort=False)
         ]
         return Content(
@@ -125,7 +125,7 @@ class CurveFigure(Experiment):
             names=tuple(curves["optimizer"].unique()),
         )
 
-    def _curves(self, criterion: str, seed: int, part: pd.DataFrame) -> Section:
+    def _curves(self, criterion: str, seed: str, part: pd.DataFrame) -> Section:
         slug = f"{criterion.partition('[')[0]}-seed{seed}"
         drawings = tuple(
             Drawing(

@@ -7,6 +7,7 @@ import pandas as pd
 from curvlab.report.content import Answer
 from curvlab.report.numbers import digits, percent
 from curvlab.report.words import listed
+from curvlab.reproduce.rows import rows_of
 
 __all__ = ["curve_answer", "end_frame"]
 
@@ -31,12 +32,12 @@ def curve_answer(ends: pd.DataFrame) -> Answer:
         words = [
             f"{row.optimizer} {digits(row.train_loss)} and {percent(row.test_accuracy)} "
             f"in {digits(row.cpu_seconds)} s"
-            for row in ranked.itertuples(index=False)
+            for row in rows_of(ranked)
             if row.status == "ok"
         ]
         lost = [
             f"{row.optimizer} ({row.status} in epoch {row.epoch})"
-            for row in ranked.itertuples(index=False)
+            for row in rows_of(ranked)
             if row.status != "ok"
         ]
         text = (
@@ -44,6 +45,6 @@ def curve_answer(ends: pd.DataFrame) -> Answer:
         )
         paragraphs.append(text + (f" Not finished: {listed(lost)}." if lost else ""))
     best = ends[ends["status"] == "ok"].sort_values("train_loss").groupby("criterion", sort=False).head(1)
-    leaders = [f"{row.optimizer} ({row.criterion})" for row in best.itertuples(index=False)]
+    leaders = [f"{row.optimizer} ({row.criterion})" for row in rows_of(best)]
     headline = f"Lowest training loss: {listed(leaders)}." if leaders else "No run ended with a finite loss."
     return Answer(headline, tuple(paragraphs))

@@ -10,6 +10,7 @@ import pandas as pd
 from curvlab.report.numbers import digits, percent
 from curvlab.reproduce.judgement import Claim, Frames, Judgement, Verdict, unmeasured
 from curvlab.reproduce.orderings import ordering_name
+from curvlab.reproduce.rows import rows_of
 from curvlab.studies.errors import TOTAL
 
 __all__ = ["accumulation_claim", "ordering_claim"]
@@ -38,7 +39,7 @@ def _judge_ordering(ordering: str, frames: Frames) -> Judgement:
     words = [
         f"on {row.batch} examples {ordering} in {percent(row.share)} of {row.points} points "
         f"({percent(row.low)} to {percent(row.high)}), {row.seeds_holding} of {row.seeds} seeds"
-        for row in found.sort_values("batch").itertuples(index=False)
+        for row in rows_of(found.sort_values("batch"))
     ]
     verdict: Verdict = "mixed"
     if first["share"] >= MOSTLY and first["seeds_holding"] == first["seeds"]:

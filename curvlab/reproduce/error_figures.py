@@ -59,7 +59,11 @@ def errors_by_layer(ours: pd.DataFrame, printed: pd.DataFrame, look: Look) -> Ax
     known = printed[[isinstance(layer, int) for layer in printed["layer"]]]
     for provider, group in known.groupby("provider", sort=False):
         positive = group[group["error"] > 0]
-        style = {"color": look.colour(str(provider)), "linestyle": (0, (1.2, 1.6)), "linewidth": 1.2}
+        style: dict[str, Any] = {
+            "color": look.colour(str(provider)),
+            "linestyle": (0, (1.2, 1.6)),
+            "linewidth": 1.2,
+        }
         panels[0].plot(positive["layer"], positive["error"], marker="o", markerfacecolor="none", **style)
     log_axis(panels[0], "y")
     panels[1].set_ylim(bottom=0)

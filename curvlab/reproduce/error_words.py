@@ -9,9 +9,12 @@ from curvlab.report.numbers import MISSING, digits, percent
 from curvlab.report.tables import Entry, Table
 from curvlab.report.words import listed
 from curvlab.reproduce.averages import INNER
+from curvlab.reproduce.rows import rows_of
 from curvlab.studies.errors import TOTAL
 
 __all__ = ["average_table", "error_answer", "share_table"]
+
+ROUNDING = 1e-5  # an exact block in float32
 
 
 def average_table(means: pd.DataFrame, printed: pd.DataFrame, column: str, caption: str) -> Table:
@@ -39,8 +42,8 @@ def average_table(means: pd.DataFrame, printed: pd.DataFrame, column: str, capti
 
 
 def _with_deviation(mean: float, deviation: float) -> Entry:
-    if mean < 1e-6:
-        return Entry("0", mean)  # an exact block, but for rounding
+    if mean < ROUNDING:
+        return Entry("0", mean)
     spread = "" if pd.isna(deviation) else f" ± {digits(deviation, 2)}"
     return Entry(digits(mean) + spread, mean)
 
@@ -48,7 +51,7 @@ def _with_deviation(mean: float, deviation: float) -> Entry:
 def _printed(paper: pd.Series, provider: str, layer: object) -> Entry:
     if (provider, layer) not in paper.index:
         return Entry(MISSING)
-    value = float(paper.loc[(provider, layer)])  # type: ignore[index,arg-type]
+    value = float(paper.loc[(provider, layer)])  # type: ignore[index]
     return Entry(f"{value:.4f}", value)
 
 
@@ -66,7 +69,7 @@ def share_table(shares: pd.DataFrame) -> Table:
             Entry(f"{row.seeds_holding} of {row.seeds}", row.seeds_holding / max(row.seeds, 1)),
             Entry(f"{percent(row.seeds_low)} to {percent(row.seeds_high)}", row.seeds_low),
         )
-        for row in shares.itertuples(index=False)
+        for row in rows_of(shares)
     )
     return Table("Orderings", heads, (False, True, False, True, True, False, True, False), rows)
 
@@ -80,7 +83,7 @@ def error_answer(means: pd.DataFrame, printed: pd.DataFrame, shares: pd.DataFram
     holds = [
         f"{row.ordering} in {percent(row.share)} of {row.points} points "
         f"({percent(row.low)} to {percent(row.high)}) and in {row.seeds_holding} of {row.seeds} seeds"
-        for row in shares[(shares["batch"] == batch) & (shares["phase"] == "all")].itertuples(index=False)
+        for row in rows_of(shares[(shares["batch"] == batch) & (shares["phase"] == "all")])
     ]
     return Answer(
         f"Total errors: {ours}.",

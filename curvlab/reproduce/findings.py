@@ -68,7 +68,7 @@ def _section(
         (Entry(claim.says), Entry(result.measured), Entry(result.verdict))
         for claim, result in zip(found, results, strict=True)
     )
-    links = [("the page", f"{experiment.name}/report.md")] if frames else []
+    links = [("the page", f"{experiment.name}/report.html")] if frames else []
     links += [(f"{name}.csv", f"{experiment.name}/{name}.csv") for name in frames]
     rules = {claim.rule: [c.says for c in found if c.rule == claim.rule] for claim in found}
     return Section(

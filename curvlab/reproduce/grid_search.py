@@ -21,6 +21,7 @@ from curvlab.report.theme import Look
 from curvlab.report.words import listed
 from curvlab.reproduce.experiment import Experiment, Outcome
 from curvlab.reproduce.grid_study import GridStudy
+from curvlab.reproduce.rows import rows_of
 from curvlab.reproduce.subjects import Options
 from curvlab.reproduce.task import Task
 from curvlab.reproduce.training_run import TrainingRun, curves_frame
@@ -52,7 +53,7 @@ class GridSearch(Experiment):
             return self.nothing(outcome)
         grid = outcome.frames["grid"]
         best = grid[grid["rank"] == 1].sort_values("train_loss")
-        words = [f"{row.pair} with {_settings(row)}" for row in best.itertuples(index=False)]
+        words = [f"{row.pair} with {_settings(row)}" for row in rows_of(best)]
         sections = (
             Section("best", "The best of each", tables=(_table("Best settings", best),)),
             Section(

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from curvlab.exceptions import SpecError
 from curvlab.reproduce.paper import GRID
@@ -59,7 +60,8 @@ class GridStudy:
             if listed != isinstance(value, list) or value == []:
                 expected = "a list that is not empty" if listed else "one value"
                 raise SpecError(f"{path}: `{name}` is {value!r}; expected {expected}")
-        return cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in found.items()})
+        values: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in found.items()}
+        return cls(**values)
 
     def only(self, kept: Mapping[str, Sequence[float]]) -> GridStudy:
         """The subset with these values; each must be in the study."""

@@ -19,6 +19,7 @@ from curvlab.reproduce.experiment import Experiment, Outcome
 from curvlab.reproduce.growth import KIND, growth_tasks
 from curvlab.reproduce.growth_figure import growth_figure
 from curvlab.reproduce.growth_fit import exponent_table, fits
+from curvlab.reproduce.rows import rows_of
 from curvlab.reproduce.subjects import Options
 from curvlab.reproduce.task import Places, Show, Task
 from curvlab.studies.store import Store, key_of
@@ -99,7 +100,7 @@ def _answer(card: pd.DataFrame) -> Answer:
     words = [
         f"{row.solver} ({row.form}) needs {digits(row.peak_gb)} GB and "
         f"{'fits' if row.fits else 'does not fit'}"
-        for row in card.itertuples(index=False)
+        for row in rows_of(card)
     ]
     return Answer(
         f"At 150,528 inputs and batch 100, on a card of {CARD}: {listed(words)}.",
@@ -122,7 +123,7 @@ def _card_section(card: pd.DataFrame) -> Section:
             Entry(digits(row.largest_gb), row.largest_gb),
             Entry("yes" if row.fits else "no"),
         )
-        for row in card.itertuples(index=False)
+        for row in rows_of(card)
     )
     text = (
         "Planned on fake tensors by `curvlab plan`, with the parameters and the batch: the paper's network "
@@ -141,7 +142,7 @@ def _exponents(resource: str, title: str, fitted: pd.DataFrame) -> Section:
         "their intervals are about how straight the line is, not about noise."
     )
     words = exponent_table(fitted, resource).fillna("–")
-    rows = tuple(tuple(Entry(str(value)) for value in row) for row in words.itertuples(index=False))
+    rows = tuple(tuple(Entry(str(value)) for value in row) for row in rows_of(words))
     table = Table(f"{title}: exponents", tuple(words.columns), (False,) * len(words.columns), rows)
     return Section(resource, title, text, tables=(table,))
 

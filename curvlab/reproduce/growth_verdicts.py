@@ -8,6 +8,7 @@ from curvlab.report.numbers import digits
 from curvlab.reproduce.card import CARD
 from curvlab.reproduce.growth_sweeps import SAMPLE_SPACE, SYMBOLS, TEXTBOOK
 from curvlab.reproduce.judgement import Claim, Frames, Judgement, Verdict, unmeasured
+from curvlab.reproduce.rows import rows_of
 
 __all__ = ["card_claim", "growth_claim"]
 
@@ -27,13 +28,13 @@ def _judge_card(frames: Frames) -> Judgement:
     if "card" not in frames:
         return unmeasured()
     card = frames["card"]
-    forms = card[card["solver"] == "kfi"].set_index("form")
-    textbook, reduced = forms.loc["textbook"], forms.loc["sample-space"]
+    forms = {row.form: row for row in rows_of(card[card["solver"] == "kfi"])}
+    textbook, reduced = forms["textbook"], forms["sample-space"]
     measured = (
-        f"Textbook KFI: {digits(textbook['peak_gb'])} GB. The same step in the sample space: "
-        f"{digits(reduced['peak_gb'])} GB, which {'fits' if reduced['fits'] else 'does not fit'}."
+        f"Textbook KFI: {digits(textbook.peak_gb)} GB. The same step in the sample space: "
+        f"{digits(reduced.peak_gb)} GB, which {'fits' if reduced.fits else 'does not fit'}."
     )
-    return Judgement(measured, "does not hold" if textbook["fits"] else "holds")
+    return Judgement(measured, "does not hold" if textbook.fits else "holds")
 
 
 def growth_claim(solver: str) -> Claim:
@@ -53,7 +54,7 @@ def _judge_growth(solver: str, frames: Frames) -> Judgement:
     counted = fitted[(fitted["subject"] == solver) & (fitted["measure"] == "operations")]
     timed = fitted[(fitted["subject"] == solver) & (fitted["measure"] == "seconds")]
     kept, words = [], []
-    for row in counted[counted["formulation"] == TEXTBOOK].itertuples(index=False):
+    for row in rows_of(counted[counted["formulation"] == TEXTBOOK]):
         kept.append(abs(row.exponent - row.paper_ladder) <= WITHIN)
         seconds = timed[(timed["variable"] == row.variable) & (timed["formulation"] == TEXTBOOK)].iloc[0]
         reduced = counted[(counted["variable"] == row.variable) & (counted["formulation"] == SAMPLE_SPACE)]
