@@ -20,6 +20,8 @@ def claims() -> dict[str, tuple[Claim, ...]]:
         "table3": (*_convex_errors(), accumulation_claim()),
         "table4": (*_non_convex_errors(), accumulation_claim()),
         "table5": (*_non_convex_errors(), accumulation_claim()),
+        "table2-kfi": (*_convex_errors(), accumulation_claim()),
+        "table4-kfi": (*_non_convex_errors(), accumulation_claim()),
         "fig-convex-cifar10": (
             solver_claim("EA-CG converges faster than KFI by time.", "loss_at_time", "ea-cg", "kfi"),
             solver_claim("KFI's training loss falls faster by epochs.", "loss", "kfi", "ea-cg"),

@@ -6,7 +6,7 @@ from difflib import get_close_matches
 
 from curvlab.exceptions import SpecError
 from curvlab.reproduce.curve_figure import CurveFigure
-from curvlab.reproduce.error_table import ErrorTable
+from curvlab.reproduce.error_table import KFI, ErrorTable
 from curvlab.reproduce.experiment import Experiment
 from curvlab.reproduce.grid_search import GridSearch
 from curvlab.reproduce.growth_table import GrowthTable
@@ -44,6 +44,24 @@ def experiments() -> dict[str, Experiment]:
         ErrorTable("table4", "Table 4: errors on CIFAR-10, robust loss", "cifar10", "robust", NON_CONVEX),
         ErrorTable(
             "table5", "Table 5: errors on 150,528 inputs, robust loss", "imagenet10", "robust", NON_CONVEX
+        ),
+        ErrorTable(
+            "table2-kfi",
+            "Table 2 again, along training with KFI",
+            "cifar10",
+            "cross-entropy",
+            CONVEX,
+            KFI,
+            "table2",
+        ),
+        ErrorTable(
+            "table4-kfi",
+            "Table 4 again, along training with KFI",
+            "cifar10",
+            "robust",
+            NON_CONVEX,
+            KFI,
+            "table4",
         ),
         CurveFigure("fig-convex-cifar10", "Training on CIFAR-10, cross-entropy", "cifar10", CE, ALL_PAIRS),
         CurveFigure(
