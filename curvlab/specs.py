@@ -23,6 +23,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from curvlab.exceptions import SpecError
 
@@ -33,6 +34,7 @@ T = TypeVar("T")
 _NAME = re.compile(r"[A-Za-z0-9][\w.+-]*", re.ASCII)
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\](),"]', re.DOTALL)
 _OPENS = {"]": "[", ")": "("}
+_KNOWN: WeakKeyDictionary[type, dict[str, Any]] = WeakKeyDictionary()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,6 +210,13 @@ def _init_fields(cls: type) -> list[dataclasses.Field[Any]]:
 
 
 def _annotations(cls: type) -> dict[str, Any]:
+    """The fields' types; kept, because they are asked for at every solve and take a compilation each."""
+    if cls not in _KNOWN:
+        _KNOWN[cls] = _read_annotations(cls)
+    return _KNOWN[cls]
+
+
+def _read_annotations(cls: type) -> dict[str, Any]:
     try:
         hints = typing.get_type_hints(cls)
     except NameError as error:

@@ -10,6 +10,19 @@ from curvlab.linalg.cg import CGResult, Outcome, conjugate_gradients
 from tests.test_linalg_factors import close, gram, randn
 
 
+class Columns:
+    """One system a column."""
+
+    def dot(self, x: Tensor, y: Tensor) -> Tensor:
+        return (x * y).sum(0)
+
+    def peak(self, x: Tensor) -> Tensor:
+        return x.abs().amax(0)
+
+    def spread(self, scalars: Tensor) -> Tensor:
+        return scalars
+
+
 def solve(matrices: list[Tensor], b: Tensor, **options: object) -> CGResult:
     """One system a column, each with a matrix of its own."""
 
@@ -17,8 +30,7 @@ def solve(matrices: list[Tensor], b: Tensor, **options: object) -> CGResult:
         return torch.stack([m @ column for m, column in zip(matrices, x.T, strict=True)], dim=1)
 
     defaults: dict[str, object] = {"max_iter": 200, "tol": 1e-13}
-    dot = {"dot": lambda x, y: (x * y).sum(0), "spread": lambda s: s}
-    return conjugate_gradients(operator, b, **dot, **(defaults | options))  # type: ignore[arg-type]
+    return conjugate_gradients(operator, b, Columns(), **(defaults | options))  # type: ignore[arg-type]
 
 
 def definite(n: int, seed: int) -> Tensor:
@@ -46,7 +58,7 @@ def test_a_right_hand_side_of_zero_needs_no_iteration() -> None:
     assert result.outcomes.tolist() == [Outcome.CONVERGED] * 2
 
 
-@pytest.mark.parametrize("scale", [1e-15, 1e-8, 1e8, 1e15])
+@pytest.mark.parametrize("scale", [1e-35, 1e-30, 1e-15, 1e-8, 1e8, 1e15, 1e30, 1e35])
 def test_no_size_of_the_right_hand_side_under_or_overflows_in_float32(scale: float) -> None:
     matrix = definite(6, 1).float()
     b = randn(6, 1, seed=4).float()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -18,7 +20,7 @@ from curvlab.linalg import (
     RankOneFactor,
 )
 from curvlab.linalg.inputs import InputFactors
-from curvlab.linalg.product import RowProduct, add_into, form
+from curvlab.linalg.product import Combination, RowProduct, add_into, checksum, form, magnitude
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -67,6 +69,10 @@ def test_a_factor_is_the_matrix_it_stands_for(name: str) -> None:
     x = randn(n, 3, seed=5)
     close(factor.to_dense(), matrix)
     close(factor.matmul(x), matrix @ x)
+    target = torch.ones(3, n + 2, dtype=torch.float64)
+    factor.add_product_(target[:, :n], x.T, 0.5)
+    close(target[:, :n], 1 + 0.5 * x.T @ matrix)
+    assert bool((target[:, n:] == 1).all())
     close(factor.trace(), matrix.trace())
     close(factor.diagonal(), matrix.diagonal())
     close(factor.frobenius_norm(), torch.linalg.matrix_norm(matrix))
@@ -177,6 +183,34 @@ def test_a_row_product_is_the_matrix_it_stands_for(columns: int) -> None:
         target = torch.ones(3, columns, dtype=torch.float64)
         add_into(target, value, 0.5)
         close(target, 1 + 0.5 * matrix)
+
+
+def test_a_combination_is_the_matrix_it_stands_for_and_leaves_its_parts_alone() -> None:
+    given, left, right = randn(3, 7), randn(3, 2, seed=1), randn(2, 7, seed=2)
+    before = given.clone()
+    combination = Combination(torch.tensor(-0.3, dtype=torch.float64), given, left, right)
+    matrix = -0.3 * given + left @ right
+    assert combination.shape == (3, 7)
+    close(form(combination), matrix)
+    target = torch.ones(3, 7, dtype=torch.float64)
+    add_into(target, combination, 0.5)
+    close(target, 1 + 0.5 * matrix)
+    assert torch.equal(given, before)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_matrix_that_is_not_formed_says_how_large_it_is_and_whether_it_is_finite(bad: float) -> None:
+    combination = Combination(
+        torch.tensor(-0.3), randn(3, 7).float(), randn(3, 2).float(), randn(2, 7).float()
+    )
+    product = RowProduct(randn(3, 4).float(), GramFactor(randn(4, 7).float(), torch.full((4,), 0.5)))
+    for value in (combination, product, randn(3, 7)):
+        assert float(magnitude(value)) >= float(form(value).abs().max())
+        assert bool(torch.isfinite(checksum(value)))
+    for spoiled in (combination.left, product.coefficients):
+        spoiled[1, 1] = bad
+    for value in (combination, product, replace(combination, scale=torch.tensor(bad))):
+        assert not bool(torch.isfinite(checksum(value)))
 
 
 def test_the_norm_of_a_row_product_survives_a_null_space() -> None:

@@ -96,6 +96,19 @@ def test_a_hessian_product_that_is_not_finite_is_caught() -> None:
         curvlab.solve("cg", replace(curvature, layers=tuple(layers)), p.gradient(), alpha=0.1)
 
 
+@pytest.mark.parametrize("solver", ["ea-cg", "cg[route=row]", "exact[route=row]"])
+def test_a_step_is_refused_once_the_gradient_it_refers_to_has_changed(solver: str) -> None:
+    p = problem(**WIDE)
+    gradient = dict(p.gradient().items())
+    solution = curvlab.solve(solver, curvlab.estimate("pch-1", p), gradient, alpha=0.1)
+    before = solution.direction["2.weight"]
+    gradient["0.weight"].zero_()
+    for use in (lambda: solution.direction["0.weight"], lambda: solution.add_to(p.model)):
+        with pytest.raises(SolveError, match=r"gradient of `0\.weight` was changed in place since the solve"):
+            use()
+    assert torch.equal(solution.direction["2.weight"], before)
+
+
 def test_a_step_for_another_model_is_refused() -> None:
     p = problem(**WIDE)
     solution = curvlab.solve("kfi", curvlab.estimate("pch-1", p), p.gradient(), alpha=0.1)

@@ -13,7 +13,7 @@ from curvlab.linalg.inputs import InputFactors
 from curvlab.linalg.product import RowProduct, form
 from curvlab.solvers.mean_side import MeanSide
 from curvlab.solvers.residual import DampedSystem, weight_residual
-from curvlab.solvers.sides import DenseSide, EigenSide, InputSide, RowSide, SampleSide
+from curvlab.solvers.sides import DenseSide, EigenSide, InputSide, RowSide, SampleSide, split_gradient
 from tests.solver_cases import assert_close, problem
 from tests.test_linalg_factors import randn, roots
 
@@ -83,6 +83,23 @@ def test_the_norm_off_the_mean_keeps_its_digits_in_float32() -> None:
     assert float(expected / along.norm()) < 1e-3
 
 
+@pytest.mark.parametrize("rank", [None, 5])
+def test_a_gradient_is_orthogonalised_twice(rank: int | None) -> None:
+    """All but a millionth of G lies along the basis: the rounding of one product there is a part of G⊥."""
+    n = 20_000
+    raw = randn(n, seed=1) * 0.03 + 0.55 if rank is None else randn(n, rank, seed=1) + 3
+    basis = (raw / raw.norm() if rank is None else torch.linalg.qr(raw).Q).float()
+    exact = torch.linalg.qr(basis.double().reshape(n, -1)).Q
+    along = randn(16, exact.shape[1], seed=2) @ exact.T
+    outside = randn(16, n, seed=3)
+    outside -= outside @ exact @ exact.T
+    gradient = (along + outside * (1e-6 * along.norm() / outside.norm())).float()
+    expected = gradient.double() - gradient.double() @ exact @ exact.T
+    x, norm = split_gradient(gradient, basis)
+    assert float(norm) == pytest.approx(float(expected.norm()), rel=5e-3)
+    assert_close(x.double().reshape(16, -1) @ basis.double().reshape(n, -1).T, along, 2e-6)
+
+
 def nearly_repeated() -> tuple[RowGradient, curvlab.Curvature]:
     """Two rows 1e-9 apart with opposite gradients: all of G lies where the Gram matrix has only rounding."""
     first, apart = randn(1, 9), randn(1, 9, seed=1)
@@ -105,6 +122,18 @@ def test_a_gradient_in_the_rounding_of_the_gram_matrix_is_not_lost(solver: str) 
     dense = curvlab.solve(f"{solver}[route=dense]", curvature, given, alpha=0.1).direction["0.weight"]
     assert float(step.norm()) > 1e-9
     assert_close(step, dense, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_eigenvalues_that_are_rounding_act_as_zero(dtype: torch.dtype) -> None:
+    """Left as they are, they give the system eigenvalues it does not have, and CG iterations for them."""
+    rows = randn(3, 40).repeat(10, 1).to(dtype)
+    gradient = gradient_of(rows, randn(30, 4, seed=2).to(dtype))
+    values = torch.linalg.eigvalsh(gradient.inputs.gram)
+    assert int((values > 0).sum()) > 3
+    side = EigenSide(gradient.inputs)
+    assert int((side.diagonal != 0).sum()) == 3
+    assert not side.coordinates(gradient).x[:, side.diagonal == 0].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -40,6 +40,21 @@ def test_the_watch_sees_routes_that_form_the_gradient(solver: str) -> None:
     assert step("pch-1", solver)
 
 
+@pytest.mark.parametrize("solver", ["ea-cg", "cg", "exact"])
+def test_a_step_for_a_formed_gradient_refers_to_it_and_makes_no_other(
+    monkeypatch: pytest.MonkeyPatch, solver: str
+) -> None:
+    monkeypatch.setattr("curvlab.solvers.sides.SPLIT_ELEMENTS", WIDE // 4)
+    torch.manual_seed(0)
+    model = network(WIDTHS, torch.float32)
+    x, y = torch.randn(EXAMPLES, WIDTHS[0]), torch.randint(WIDTHS[-1], (EXAMPLES,))
+    p = curvlab.Problem(model, "cross-entropy", x, y)
+    curvature, gradient = curvlab.estimate("pch-1", p), dict(p.gradient().items())
+    with track(record=True) as tracker:
+        curvlab.solve(solver, curvature, gradient, alpha=0.05).add_to(model, lr=0.1)
+    assert [made for made in tracker.allocations if made.elements >= WIDE] == []
+
+
 def test_residuals_of_a_wide_step_need_none_either() -> None:
     torch.manual_seed(0)
     model = network((40_000, 24, 10), torch.float32)

@@ -8,16 +8,18 @@ from __future__ import annotations
 from curvlab.linalg.blocks import Block, FactorBlock, KroneckerBlock, OperatorBlock
 from curvlab.linalg.factors import DenseFactor, Factor, GramFactor, RankOneFactor
 from curvlab.linalg.poseig import poseig, poseig_diagonal
-from curvlab.linalg.product import RowProduct
+from curvlab.linalg.product import Combination, Matrix, RowProduct
 from curvlab.linalg.symmetric import congruence, gram
 
 __all__ = [
     "Block",
+    "Combination",
     "DenseFactor",
     "Factor",
     "FactorBlock",
     "GramFactor",
     "KroneckerBlock",
+    "Matrix",
     "OperatorBlock",
     "RankOneFactor",
     "RowProduct",

@@ -1,6 +1,6 @@
 """The change a step makes to one parameter, and whether it would write NaN or infinity.
 
-    δ = η (μ v + s d),    |δ| ≤ η (μ max|v| + s ‖M‖ ‖H'‖)    for a step d = M H' in factors
+    δ = η (μ v + s d),    |δ| ≤ η (μ max|v| + s max|d|),    max|d| ≤ ‖M‖ ‖H'‖ for a step d = M H' in factors
 
 with learning rate η, momentum buffer v and clipping s. A bound far below the largest number of the
 dtype settles the question with one read back to the host; where it does not, δ is formed and looked at.
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from curvlab import device
 from curvlab.exceptions import SolveError
-from curvlab.linalg import RowProduct
-from curvlab.linalg.product import add_into, form
+from curvlab.linalg import Matrix
+from curvlab.linalg.product import add_into, form, magnitude
 
 __all__ = ["Change", "check_finite"]
 
@@ -27,7 +27,7 @@ class Change:
 
     name: str
     parameter: Tensor
-    direction: Tensor | RowProduct
+    direction: Matrix
     rate: float
     scale: float = 1.0
     buffer: Tensor | None = None
@@ -36,9 +36,9 @@ class Change:
 
     def bound(self) -> Tensor:
         """A scalar that no entry of δ exceeds."""
-        bound = _magnitude(self.direction) * abs(self.scale)
+        bound = magnitude(self.direction) * abs(self.scale)
         if self.buffer is not None:
-            bound = bound + self.momentum * _magnitude(self.buffer)
+            bound = bound + self.momentum * magnitude(self.buffer)
         return bound * abs(self.rate)
 
     def form(self) -> Tensor:
@@ -57,13 +57,6 @@ class Change:
             return
         add_into(self.buffer.mul_(self.momentum), self.direction, self.scale)
         self.parameter.add_(self.buffer, alpha=self.rate)
-
-
-def _magnitude(value: Tensor | RowProduct) -> Tensor:
-    """An upper bound of the largest entry, with no matrix formed: ‖M‖ √tr K for M H'."""
-    if isinstance(value, RowProduct):
-        return torch.linalg.matrix_norm(value.coefficients) * value.gram.trace().clamp(min=0).sqrt()
-    return torch.linalg.vector_norm(value, float("inf"))
 
 
 def check_finite(changes: list[Change]) -> None:

@@ -1,7 +1,7 @@
 """What a solver is: frozen configuration with two phases, timed apart.
 
     prepare(layer, damping, gradient)   all that needs only the matrix: factorisations, bases
-    apply(state, gradient)              the direction
+    apply(state, gradient)              the direction; for all layers at once where that is cheaper
 
 `prepare` sees the gradient's form (not its values) to choose the coordinates it prepares for.
 """
@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from curvlab.curvature import Curvature, LayerCurvature
 from curvlab.exceptions import PairError
-from curvlab.linalg import RowProduct
+from curvlab.linalg import Matrix
 from curvlab.linalg.inputs import InputKind
 from curvlab.solvers.damping import Damping
 from curvlab.solvers.pi import Split
@@ -46,7 +47,7 @@ class LayerDirection:
     None for a direct method. `split` is how the damping of the weight's system was split, where it was.
     """
 
-    weight: Tensor | RowProduct | None
+    weight: Matrix | None
     bias: Tensor | None
     system: System
     route: str
@@ -73,6 +74,12 @@ class Solver(ABC):
     @abstractmethod
     def apply(self, state: object, gradient: LayerGradient) -> LayerDirection:
         """The direction d, to be added to the parameters."""
+
+    def apply_jointly(
+        self, states: Sequence[object], gradients: Sequence[LayerGradient]
+    ) -> list[LayerDirection] | None:
+        """What `apply` gives for each layer, for less than one after the other; None: no such way."""
+        return None
 
     def tolerance(self, dtype: torch.dtype) -> float:
         """The relative residual up to which the true residual counts as converged.

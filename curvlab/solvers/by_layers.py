@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import nan
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from torch import Tensor
 from curvlab.curvature import Curvature, LayerCurvature
 from curvlab.exceptions import PairError, SolveError
 from curvlab.gradient import Gradient, RowGradient
-from curvlab.linalg import RowProduct
+from curvlab.linalg import Matrix
 from curvlab.linalg.inverse import NotFiniteError, NotPositiveDefiniteError
 from curvlab.solvers.base import LayerDirection, LayerGradient, Solver
 from curvlab.solvers.damping import Damping
@@ -42,10 +43,7 @@ def solve_by_layers(
 ) -> Solution:
     """Solve layer by layer, shared out over the ranks of a `process_group` where that is cheaper."""
     systems = _Systems(solver, curvature, gradient, damping)
-    if process_group is None:
-        solved = [systems.solve(layer) for layer in curvature.layers]
-    else:
-        solved = _solve_shared(systems, process_group)
+    solved = systems.solve_all() if process_group is None else _solve_shared(systems, process_group)
     entries = {entry: step for one in solved for entry, step in one.entries().items()}
     blocks = {entry: block for one in solved for entry, block in one.blocks().items()}
     return Solution(name, curvature.provider, damping, Direction(entries), blocks)
@@ -58,7 +56,7 @@ def _solve_shared(systems: _Systems, process_group: ProcessGroup) -> list[_Solve
     group, layers = Group(process_group), systems.curvature.layers
     chosen = owners(systems.solver, systems.curvature, group.size)
     if chosen is None:
-        return [systems.solve(layer) for layer in layers]
+        return systems.solve_all()
     return shared_out(systems.solve, layers, chosen, systems.known, group)
 
 
@@ -73,14 +71,61 @@ class _Systems:
 
     def solve(self, layer: LayerCurvature) -> _Solved:
         """Solve one layer; a failure names the layer, the reason and the advice."""
-        provider = self.curvature.provider
+        return self._apply(self._prepare(layer))
+
+    def solve_all(self) -> list[_Solved]:
+        """Solve all layers, together where the solver has a way to."""
+        prepared = [self._prepare(layer) for layer in self.curvature.layers]
+        started = time.perf_counter()
+        found = self.solver.apply_jointly([p.state for p in prepared], [p.gradient for p in prepared])
+        if found is None:
+            return [self._apply(one) for one in prepared]
+        seconds = time.perf_counter() - started
+        sizes = [one.size for one in prepared]
+        return [
+            self._solved(one, direction, seconds * one.size / sum(sizes))
+            for one, direction in zip(prepared, found, strict=True)
+        ]
+
+    def _prepare(self, layer: LayerCurvature) -> _Prepared:
         if layer.output is None or (layer.inputs is None and layer.weight_name is not None):
             raise PairError(
-                f"layer `{layer.name}` of `{provider}` has no Kronecker factors to solve by: use `cg`, which "
-                f"needs products only"
+                f"layer `{layer.name}` of `{self.curvature.provider}` has no Kronecker factors to solve by: "
+                f"use `cg`, which needs products only"
             )
+        gradient = self.gradients[layer.name]
+        started = time.perf_counter()
+        with self._failures(layer):
+            state = self.solver.prepare(layer, self.damping, gradient)
+        return _Prepared(layer, gradient, state, time.perf_counter() - started)
+
+    def _apply(self, prepared: _Prepared) -> _Solved:
+        started = time.perf_counter()
+        with self._failures(prepared.layer):
+            direction = self.solver.apply(prepared.state, prepared.gradient)
+        return self._solved(prepared, direction, time.perf_counter() - started)
+
+    def _solved(self, prepared: _Prepared, direction: LayerDirection, seconds: float) -> _Solved:
+        layer = prepared.layer
+        assert layer.output is not None
+        example = layer.output.example
+        # Elsewhere calls return before the work is done, and waiting for it would cost more than it tells.
+        known = example.device.type == "cpu"
+        return _Solved(
+            layer,
+            prepared.gradient,
+            direction,
+            self.damping,
+            self.solver.tolerance(example.dtype),
+            prepared.seconds if known else nan,
+            seconds if known else nan,
+        )
+
+    @contextmanager
+    def _failures(self, layer: LayerCurvature) -> Iterator[None]:
+        provider = self.curvature.provider
         try:
-            return _solve_layer(self.solver, layer, self.damping, self.gradients[layer.name])
+            yield
         except NotPositiveDefiniteError as error:
             raise SolveError(
                 f"layer `{layer.name}`: the damped factor of `{provider}` is not positive definite "
@@ -93,7 +138,7 @@ class _Systems:
     def known(self, layer: LayerCurvature) -> dict[str, object]:
         """What every rank holds of a layer, by name: it is not sent with a solution."""
         gradient = self.gradients[layer.name]
-        held: dict[str, object] = {"layer": layer, "gradient": gradient}
+        held: dict[str, object] = {"layer": layer, "gradient": gradient, "weight": gradient.weight}
         if layer.inputs is not None:
             held["inputs"] = layer.inputs.full
         if isinstance(gradient.weight, RowGradient):
@@ -109,6 +154,23 @@ def _layer_gradient(layer: LayerCurvature, gradient: Mapping[str, Tensor]) -> La
 
 
 @dataclass(frozen=True, eq=False)
+class _Prepared:
+    """A layer that is ready to be solved."""
+
+    layer: LayerCurvature
+    gradient: LayerGradient
+    state: object
+    seconds: float
+
+    @property
+    def size(self) -> int:
+        """Entries of the weight and of B: what a joint solve's time is shared out by."""
+        outputs = 0 if self.layer.output is None else self.layer.output.size
+        inputs = 0 if self.layer.inputs is None else self.layer.inputs.full.size
+        return outputs * (outputs + inputs)
+
+
+@dataclass(frozen=True, eq=False)
 class _Solved:
     """One layer's systems and what a solver made of them."""
 
@@ -120,7 +182,7 @@ class _Solved:
     seconds_prepare: float
     seconds_apply: float
 
-    def entries(self) -> dict[str, Tensor | RowProduct]:
+    def entries(self) -> dict[str, Matrix]:
         named = ((self.layer.weight_name, self.direction.weight), (self.layer.bias_name, self.direction.bias))
         return {name: step for name, step in named if name is not None and step is not None}
 
@@ -144,16 +206,3 @@ class _Solved:
             seconds_prepare=self.seconds_prepare,
             seconds_apply=self.seconds_apply,
         )
-
-
-def _solve_layer(solver: Solver, layer: LayerCurvature, damping: Damping, given: LayerGradient) -> _Solved:
-    assert layer.output is not None
-    started = time.perf_counter()
-    state = solver.prepare(layer, damping, given)
-    prepared = time.perf_counter()
-    direction = solver.apply(state, given)
-    applied = time.perf_counter()
-    example = layer.output.example
-    # Elsewhere the calls return before the work is done, and waiting for it would cost more than it tells.
-    seconds = (prepared - started, applied - prepared) if example.device.type == "cpu" else (nan, nan)
-    return _Solved(layer, given, direction, damping, solver.tolerance(example.dtype), *seconds)

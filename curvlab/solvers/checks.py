@@ -1,4 +1,8 @@
-"""Checks on the way in and on the way out of a solve, with one read back to the host each."""
+"""Checks on the way in and on the way out of a solve, with one read back to the host each.
+
+A formed gradient of a weight is looked at on the way out only, where a step is not finite: to look at it
+costs a pass over it, which is a good part of an EA-CG solve, and NaN and infinity do not get lost in one.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +23,12 @@ __all__ = ["check_gradient", "check_solution"]
 
 
 def check_gradient(curvature: Curvature, gradient: Mapping[str, Tensor]) -> None:
-    """Refuse a gradient with a missing, misshapen or non-finite entry, by the parameter's name."""
+    """Refuse a gradient with a missing, misshapen or (bias, factors) non-finite entry, by its name."""
     blocks = curvature.blocks
     missing = [name for name in blocks if name not in gradient]
     if missing:
         raise SolveError(f"the gradient has no entry for {missing}; expected {list(blocks)}")
-    sums = {}
+    held = {}
     for name, block in blocks.items():
         entry = entry_of(gradient, name)
         if tuple(entry.shape) != block.shape:
@@ -32,20 +36,30 @@ def check_gradient(curvature: Curvature, gradient: Mapping[str, Tensor]) -> None
                 f"the gradient of `{name}` has shape {tuple(entry.shape)}; expected {block.shape}"
             )
         # In factors: the inputs were checked when they were recorded, and the mean is the bias's gradient.
-        sums[name] = (entry.gradients.mean if isinstance(entry, RowGradient) else entry).sum()
-    bad = _not_finite(sums)
+        if isinstance(entry, RowGradient):
+            held[name] = entry.gradients.mean
+        elif entry.ndim == 1:
+            held[name] = entry
+    sums = {name: tensor.sum() for name, tensor in held.items()}
+    _refuse([name for name in _not_finite(sums) if not _finite([held[name]])])
+
+
+def _refuse(bad: list[str]) -> None:
     if bad:
         raise SolveError(f"the gradient of {bad} holds NaN or infinity: has training diverged?")
 
 
-def check_solution(solution: Solution, curvature: Curvature) -> None:
-    """Raise where a direction is not finite or a breakdown comes from a curvature that is not."""
+def check_solution(solution: Solution, curvature: Curvature, gradient: Mapping[str, Tensor]) -> None:
+    """Raise where a step is not finite, or a breakdown comes from a gradient or a curvature that is not."""
     signs = solution.direction.sums()
     for name, block in solution.blocks.items():
         if block.outcome is not None:
             broken = block.outcome == Outcome.BREAKDOWN
             signs[name] = torch.where(broken, torch.full_like(signs[name], torch.nan), signs[name])
-    for name in _not_finite(signs):
+    spoiled = _not_finite(signs)
+    held = {name: entry_of(gradient, name) for name in spoiled}
+    _refuse([name for name, entry in held.items() if isinstance(entry, Tensor) and not _finite([entry])])
+    for name in spoiled:
         layer = next(layer for layer in curvature.layers if name in layer.blocks)
         tensors = _tensors(layer)
         if layer.weight_operator is not None or layer.bias_operator is not None:

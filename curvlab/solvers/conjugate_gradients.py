@@ -1,13 +1,14 @@
 """Conjugate gradients on (s A ⊗ B + τI) d = -g, with either input factor: CG (full) and EA-CG (mean).
 
 The iteration runs in the coordinates of an input side (see `sides`), iterate for iterate the textbook
-one: with the mean input factor on n_t + 1 unknowns a layer, with the full one on n_t × m, whatever
-n_{t-1}. A matrix-free curvature is solved block by block (or, for a full Hessian, as a whole) as
-truncated Newton: negative curvature ends it.
+one: with the mean input factor on n_t + 1 unknowns a layer, all layers in one iteration, with the full one
+on n_t × m, whatever n_{t-1}. A matrix-free curvature is solved block by block (or, for a full Hessian, as
+a whole) as truncated Newton: negative curvature ends it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -16,16 +17,16 @@ import torch
 from curvlab import device
 from curvlab.curvature import LayerCurvature
 from curvlab.linalg import Factor, GramFactor
-from curvlab.linalg.cg import CGResult, conjugate_gradients
+from curvlab.linalg.cg import conjugate_gradients
 from curvlab.linalg.factors import DenseFactor
 from curvlab.linalg.inputs import InputKind
 from curvlab.solvers.base import Formulation, LayerDirection, LayerGradient, Solver
-from curvlab.solvers.columns import Columns
 from curvlab.solvers.damping import Damping
 from curvlab.solvers.explicit import explicit_cg
 from curvlab.solvers.residual import DampedSystem
 from curvlab.solvers.routes import side_for
-from curvlab.solvers.sides import InputSide
+from curvlab.solvers.sides import InputSide, Scalar
+from curvlab.solvers.stack import LayerSystems, Stack
 
 __all__ = ["CG", "EACG"]
 
@@ -79,39 +80,48 @@ class CG(Solver):
 
     def apply(self, state: object, gradient: LayerGradient) -> LayerDirection:
         assert isinstance(state, _State)
-        system = DampedSystem(self.input_factor, state.damping.scale, state.damping.shift)
         if self.formulation == "explicit":
-            return self._explicit(state, gradient, system)
-        side = state.side
-        weight = (
-            side.coordinates(gradient.weight) if side is not None and gradient.weight is not None else None
-        )
-        columns = Columns(state.output, state.damping, side, weight, gradient.bias)
-        result = self._iterate(columns)
-        x, scale, bias = columns.split(result.x)
-        direction = None
-        if side is not None and weight is not None and x is not None:
-            direction = side.assemble(
-                weight, x, lambda y: torch.zeros_like(y) if scale is None else scale * y
-            )
-        route = side.route if side is not None else "bias"
-        rank = _rank(state, self.input_factor)
-        found = (result.outcomes, result.iterations, result.residuals)
-        return LayerDirection(direction, bias, system, route, rank, *found)
+            return self._explicit(state, gradient)
+        return self._solve([state], [gradient])[0]
 
-    def _iterate(self, columns: Columns) -> CGResult:
-        rhs = columns.right_hand_side()
-        return conjugate_gradients(
-            columns.operator,
+    def _solve(self, states: Sequence[_State], gradients: Sequence[LayerGradient]) -> list[LayerDirection]:
+        """All systems of the layers in one iteration."""
+        layers = [_systems(state, gradient) for state, gradient in zip(states, gradients, strict=True)]
+        stack = Stack(layers, states[0].damping)
+        rhs = stack.right_hand_side()
+        result = conjugate_gradients(
+            stack.operator,
             rhs,
-            dot=columns.dot,
-            spread=columns.spread,
+            stack,
             max_iter=self.max_iter,
             tol=self.tol,
             read_interval=device.read_interval(rhs),
         )
+        directions = []
+        for index, (state, layer) in enumerate(zip(states, layers, strict=True)):
+            found, own = stack.split(result.x, index), stack.systems(index)
+            direction = None
+            if layer.side is not None and layer.weight is not None and found.x is not None:
+                scale = torch.zeros_like(rhs[0, 0]) if found.scale is None else found.scale
+                direction = layer.side.assemble(layer.weight, found.x, Scalar(scale))
+            directions.append(
+                LayerDirection(
+                    direction,
+                    found.bias,
+                    self._system(state),
+                    layer.side.route if layer.side is not None else "bias",
+                    _rank(state, self.input_factor),
+                    result.outcomes[own],
+                    result.iterations[own],
+                    result.residuals[:, own],
+                )
+            )
+        return directions
 
-    def _explicit(self, state: _State, gradient: LayerGradient, system: DampedSystem) -> LayerDirection:
+    def _system(self, state: _State) -> DampedSystem:
+        return DampedSystem(self.input_factor, state.damping.scale, state.damping.shift)
+
+    def _explicit(self, state: _State, gradient: LayerGradient) -> LayerDirection:
         interval = device.read_interval(state.output.example)
         results = explicit_cg(
             state.layer, gradient, state.damping, self.input_factor, self.max_iter, self.tol, interval
@@ -122,7 +132,7 @@ class CG(Solver):
         return LayerDirection(
             weight,
             bias,
-            system,
+            self._system(state),
             "explicit",
             _rank(state, self.input_factor),
             torch.cat([r.outcomes for r in results]),
@@ -142,6 +152,23 @@ class EACG(CG):
     input_factor: ClassVar[InputKind] = "mean"
     needs_psd: ClassVar[bool] = True
     needs_kronecker: ClassVar[bool] = True
+
+    def apply_jointly(
+        self, states: Sequence[object], gradients: Sequence[LayerGradient]
+    ) -> list[LayerDirection] | None:
+        """One iteration for all layers: its small operations are most of the time of narrow ones."""
+        own = type(self).apply is CG.apply  # a subclass with an `apply` of its own is asked for every layer
+        kinds = {(s.output.example.device, s.output.example.dtype) for s in states if isinstance(s, _State)}
+        if self.formulation == "explicit" or not own or len(kinds) != 1:
+            return None
+        return self._solve([state for state in states if isinstance(state, _State)], gradients)
+
+
+def _systems(state: _State, gradient: LayerGradient) -> LayerSystems:
+    weight = None
+    if state.side is not None and gradient.weight is not None:
+        weight = state.side.coordinates(gradient.weight)
+    return LayerSystems(state.output, state.side, weight, gradient.bias)
 
 
 def _cheapest(factor: Factor, columns: int) -> Factor:

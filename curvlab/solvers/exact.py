@@ -21,7 +21,7 @@ from curvlab.solvers.base import LayerDirection, LayerGradient, Solver
 from curvlab.solvers.damping import Damping
 from curvlab.solvers.residual import DampedSystem
 from curvlab.solvers.routes import side_for
-from curvlab.solvers.sides import InputSide
+from curvlab.solvers.sides import InputSide, Scalar
 
 __all__ = ["Exact"]
 
@@ -69,7 +69,7 @@ class Exact(Solver):
             sigma, q = state.right
             inner = state.vectors.T @ coordinates.x @ q
             x = -state.vectors @ (inner / (scale * torch.outer(state.values, sigma) + shift)) @ q.T
-            weight = state.side.assemble(coordinates, x, lambda y: y / -shift)
+            weight = state.side.assemble(coordinates, x, Scalar(x.new_full((), -1 / shift)))
         if gradient.bias is not None:
             inner = (state.vectors.T @ gradient.bias) / (scale * state.values + shift)
             bias = -state.vectors @ inner

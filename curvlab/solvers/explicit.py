@@ -16,7 +16,7 @@ from torch import Tensor
 from curvlab import device
 from curvlab.curvature import LayerCurvature
 from curvlab.gradient import RowGradient
-from curvlab.linalg.cg import CGResult, conjugate_gradients
+from curvlab.linalg.cg import CGResult, OneSystem, conjugate_gradients
 from curvlab.linalg.inputs import InputKind
 from curvlab.linalg.inverse import NotFiniteError
 from curvlab.solvers.base import LayerGradient
@@ -103,8 +103,7 @@ def explicit_cg(
             conjugate_gradients(
                 _operator(layer, b, damping, kind, dense.ndim),
                 -dense,
-                dot=lambda x, y: (x * y).sum().reshape(1),
-                spread=lambda s: s.reshape(()),
+                OneSystem(),
                 max_iter=max_iter,
                 tol=tol,
                 read_interval=read_interval,

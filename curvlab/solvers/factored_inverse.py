@@ -19,7 +19,7 @@ from torch import Tensor
 
 from curvlab import device
 from curvlab.curvature import LayerCurvature
-from curvlab.linalg import RowProduct
+from curvlab.linalg import Matrix
 from curvlab.linalg.inputs import InputKind
 from curvlab.linalg.inverse import GramInverse, ShiftedInverse, cholesky_multiply, shifted_inverse
 from curvlab.solvers import explicit
@@ -100,7 +100,7 @@ class KFI(Solver):
 
     def apply(self, state: object, gradient: LayerGradient) -> LayerDirection:
         assert isinstance(state, _State)
-        weight: Tensor | RowProduct | None = None
+        weight: Matrix | None = None
         bias: Tensor | None = None
         if state.explicit is not None:
             weight, bias = state.explicit.apply(gradient)
@@ -114,7 +114,7 @@ class KFI(Solver):
         route = state.side.route if state.side is not None else "bias"
         return LayerDirection(weight, bias, state.system, route, _rank(state, gradient), split=state.split)
 
-    def _weight(self, state: _State, side: InputSide, gradient: LayerGradient) -> Tensor | RowProduct:
+    def _weight(self, state: _State, side: InputSide, gradient: LayerGradient) -> Matrix:
         assert gradient.weight is not None
         inverse, gamma = state.weight_inverse, state.system.gamma
         assert inverse is not None

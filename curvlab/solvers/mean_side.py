@@ -14,10 +14,20 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from curvlab import device
 from curvlab.gradient import RowGradient
-from curvlab.linalg import RowProduct
+from curvlab.linalg import Combination, GramFactor, RowProduct
 from curvlab.linalg.inputs import InputFactors
-from curvlab.solvers.sides import Coordinates, InputSide, Left, WeightGradient, formed, split_gradient
+from curvlab.linalg.norms import binary_scale, trustworthy
+from curvlab.solvers.sides import (
+    Coordinates,
+    InputSide,
+    Left,
+    WeightGradient,
+    formed,
+    joined,
+    split_gradient,
+)
 
 __all__ = ["MeanSide"]
 
@@ -56,33 +66,40 @@ class MeanSide(InputSide):
 
     @cached_property
     def basis(self) -> Tensor:
-        """q as a column."""
-        return (self.inputs.mean / self._norm)[:, None]
+        """q, a vector."""
+        return self.inputs.mean / self._norm
 
     def coordinates(self, gradient: WeightGradient) -> Coordinates:
         if isinstance(gradient, RowGradient) and self.route == "sample":
             return self._in_factors(gradient)
         whole = formed(gradient)
         if not self.norm:
-            return Coordinates(whole @ self.basis, whole=whole)
-        return Coordinates(*split_gradient(whole, self.basis), whole)
+            return Coordinates((whole @ self.basis)[:, None], whole=whole)
+        x, norm = split_gradient(whole, self.basis)
+        return Coordinates(x[:, None], norm, whole)
 
     def _in_factors(self, gradient: RowGradient) -> Coordinates:
         """Gq = S'ᵀ(H'q), and ‖G⊥‖ where it is wanted."""
         h, s = gradient.inputs, gradient.gradients
-        along = h.rows @ self.basis[:, 0]
+        along = h.rows @ self.basis
         x = s.rows.T @ (along * h.root.square())
         perp = self._perp_norm(gradient, along) if self.norm else None
         return Coordinates(x[:, None], perp, RowProduct(s.scaled_rows().T, h))
 
     def _perp_norm(self, gradient: RowGradient, along: Tensor) -> Tensor:
         """‖G⊥‖² = Σ S'S'ᵀ ⊙ K̃, with K̃ from the centred inputs: no digits are lost."""
-        h = gradient.inputs
-        off_centre = h.root * (along - self.inputs.mean @ self.basis[:, 0])
+        h, s = gradient.inputs, gradient.gradients
+        off_centre = h.root * (along - self.inputs.mean @ self.basis)
         centred = h.centred_gram - torch.outer(off_centre, off_centre)
-        return (gradient.gradients.gram * centred).sum().clamp(min=0).sqrt()
+        norm = (s.gram * centred).sum().clamp(min=0).sqrt()
+        interval = device.read_interval(norm)
+        if interval == 0 or (interval == 1 and trustworthy(norm)):
+            return norm
+        # The squares may have left the range of the dtype: those of S over its largest entry do not.
+        scale = binary_scale(s.rows)
+        return (GramFactor(s.rows / scale, s.root).gram * centred).sum().clamp(min=0).sqrt() * scale
 
-    def assemble(self, gradient: Coordinates, x: Tensor, left: Left) -> Tensor | RowProduct:
+    def assemble(self, gradient: Coordinates, x: Tensor, left: Left) -> Tensor | RowProduct | Combination:
         whole, correction = gradient.whole, x - left(gradient.x)
         if isinstance(whole, RowProduct):
             # qᵀ = (√c / ‖E[h]‖)ᵀ H': the correction stays in the sample space.
@@ -90,7 +107,7 @@ class MeanSide(InputSide):
             coefficients.addmm_(correction, (whole.gram.root / self._norm)[None])
             return RowProduct(coefficients, whole.gram)
         assert whole is not None
-        return left(whole).addmm_(correction, self.basis.T)
+        return joined(whole, correction, self.basis[None], left)
 
     def remember(self, key: Hashable, make: Callable[[], T]) -> T:
         return self.inputs.mean_factor.remember(key, make)

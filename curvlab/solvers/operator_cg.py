@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from curvlab import device
 from curvlab.curvature import Curvature
-from curvlab.linalg.cg import CGResult, conjugate_gradients
+from curvlab.linalg.cg import CGResult, OneSystem, conjugate_gradients
 from curvlab.linalg.flat import flatten, unflatten
 from curvlab.solvers.damping import Damping
 
@@ -87,8 +86,7 @@ def _solve_group(
     result = conjugate_gradients(
         lambda x: damping.scale * product(x) + damping.shift * x,
         -g,
-        dot=lambda x, y: torch.dot(x, y).reshape(1),
-        spread=lambda s: s.reshape(()),
+        OneSystem(),
         max_iter=max_iter,
         tol=tol,
         read_interval=device.read_interval(g),

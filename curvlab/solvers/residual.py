@@ -17,8 +17,9 @@ from torch import Tensor
 from curvlab import device
 from curvlab.curvature import LayerCurvature
 from curvlab.gradient import RowGradient
-from curvlab.linalg import GramFactor, RowProduct
+from curvlab.linalg import GramFactor, Matrix, RowProduct
 from curvlab.linalg.inputs import InputKind
+from curvlab.linalg.norms import binary_scale
 from curvlab.linalg.product import form
 from curvlab.solvers.sides import WeightGradient
 
@@ -100,7 +101,7 @@ class _Formed:
 
 
 def _common(
-    layer: LayerCurvature, direction: Tensor | RowProduct, gradient: WeightGradient
+    layer: LayerCurvature, direction: Matrix, gradient: WeightGradient
 ) -> tuple[_Sample | _Formed, Tensor, Tensor]:
     """Direction and gradient in the same representation."""
     assert layer.inputs is not None
@@ -117,10 +118,11 @@ def _common(
 
 
 def weight_residual(
-    system: System, layer: LayerCurvature, direction: Tensor | RowProduct, gradient: WeightGradient
+    system: System, layer: LayerCurvature, direction: Matrix, gradient: WeightGradient
 ) -> Tensor:
     """‖system applied to D, plus G‖ / ‖G‖ (zero where G is zero)."""
     space, d, g = _common(layer, direction, gradient)
+    d, g = _in_range(d, g)
     output = layer.output
     assert output is not None
     right = space.times_input(d, system.kind)
@@ -136,8 +138,15 @@ def bias_residual(system: System, layer: LayerCurvature, direction: Tensor, grad
     """The same for a bias."""
     assert layer.output is not None
     scale = system.scale if isinstance(system, DampedSystem) else 1.0
+    direction, gradient = _in_range(direction, gradient)
     r = scale * layer.output.matmul(direction[:, None])[:, 0] + system.shift * direction + gradient
     return relative(r @ r, gradient @ gradient)
+
+
+def _in_range(direction: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Both over the gradient's size: squares of what is relative to it do not under- or overflow."""
+    size = binary_scale(gradient)
+    return direction / size, gradient / size
 
 
 def relative(square: Tensor, reference: Tensor) -> Tensor:
@@ -148,13 +157,13 @@ def relative(square: Tensor, reference: Tensor) -> Tensor:
     )
 
 
-def inner(layer: LayerCurvature, direction: Tensor | RowProduct, gradient: WeightGradient) -> Tensor:
+def inner(layer: LayerCurvature, direction: Matrix, gradient: WeightGradient) -> Tensor:
     """⟨G, D⟩."""
     space, d, g = _common(layer, direction, gradient)
     return space.dot(d, g)
 
 
-def curvature_form(layer: LayerCurvature, direction: Tensor | RowProduct, gradient: WeightGradient) -> Tensor:
+def curvature_form(layer: LayerCurvature, direction: Matrix, gradient: WeightGradient) -> Tensor:
     """⟨D, B D E[hhᵀ]⟩: the undamped quadratic form of the direction."""
     space, d, _ = _common(layer, direction, gradient)
     assert layer.output is not None

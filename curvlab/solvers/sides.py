@@ -28,10 +28,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from curvlab import device
 from curvlab.gradient import RowGradient
-from curvlab.linalg import GramFactor, RowProduct
+from curvlab.linalg import Combination, GramFactor, Matrix, RowProduct
 from curvlab.linalg.factors import DenseFactor
 from curvlab.linalg.inverse import cholesky_shifted
+from curvlab.linalg.norms import binary_scale, trustworthy
 
 __all__ = [
     "Coordinates",
@@ -41,8 +43,10 @@ __all__ = [
     "Left",
     "RowSide",
     "SampleSide",
+    "Scalar",
     "WeightGradient",
     "formed",
+    "joined",
     "split_gradient",
 ]
 
@@ -50,6 +54,16 @@ T = TypeVar("T")
 Left = Callable[[Tensor], Tensor]
 SPLIT_ELEMENTS = 1 << 18
 WeightGradient = Tensor | RowGradient
+
+
+@dataclass(frozen=True, eq=False)
+class Scalar:
+    """An L that is a number: L G⊥ need not be formed."""
+
+    value: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.value * x
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +109,7 @@ class InputSide(ABC):
         """The gradient in these coordinates."""
 
     @abstractmethod
-    def assemble(self, gradient: Coordinates, x: Tensor, left: Left) -> Tensor | RowProduct:
+    def assemble(self, gradient: Coordinates, x: Tensor, left: Left) -> Matrix:
         """D = X Z + L G⊥; `left` is L and returns a new tensor."""
 
     @abstractmethod
@@ -181,12 +195,11 @@ class EigenSide(InputSide):
         along = gradient.gradients.scaled_rows().T @ vectors
         scaled = along * values.clamp(min=0).sqrt()
         rest = torch.where(self._kept, 0, along)
-        perp = torch.linalg.matrix_norm(torch.where(self._kept, 0, scaled))
+        size = binary_scale(along)
+        perp = torch.linalg.matrix_norm(torch.where(self._kept, 0, scaled) / size)
         # Its size is known up to rounding only; with none at all CG would leave it out of the step.
-        unknown = (
-            torch.finfo(values.dtype).eps * torch.linalg.matrix_norm(rest) * values[-1].clamp(min=0).sqrt()
-        )
-        perp = torch.maximum(perp, unknown)
+        rounding = torch.finfo(values.dtype).eps * values[-1].clamp(min=0).sqrt()
+        perp = torch.maximum(perp, rounding * torch.linalg.matrix_norm(rest / size)) * size
         return Coordinates(torch.where(self._kept, scaled, 0), perp, RowProduct(rest, self.gram))
 
     def assemble(self, gradient: Coordinates, x: Tensor, left: Left) -> RowProduct:
@@ -233,9 +246,9 @@ class RowSide(InputSide):
         whole = formed(gradient)
         return Coordinates(*split_gradient(whole, self.basis), whole)
 
-    def assemble(self, gradient: Coordinates, x: Tensor, left: Left) -> Tensor:
+    def assemble(self, gradient: Coordinates, x: Tensor, left: Left) -> Tensor | Combination:
         assert isinstance(gradient.whole, Tensor)
-        return left(gradient.whole).addmm_(x - left(gradient.x), self.basis.T)
+        return joined(gradient.whole, x - left(gradient.x), self.basis.T, left)
 
     def remember(self, key: Hashable, make: Callable[[], T]) -> T:
         return self.gram.remember(key, make)
@@ -271,22 +284,51 @@ class DenseSide(InputSide):
         return self.factor.remember(key, make)
 
 
+def joined(whole: Tensor, u: Tensor, z: Tensor, left: Left) -> Tensor | Combination:
+    """L G + U Z; not formed where L is a number."""
+    if isinstance(left, Scalar):
+        return Combination(left.value, whole, u, z)
+    return left(whole).addmm_(u, z)
+
+
 def formed(gradient: WeightGradient) -> Tensor:
     """The gradient as a matrix."""
     return gradient.form() if isinstance(gradient, RowGradient) else gradient
 
 
 def split_gradient(gradient: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
-    """GQ and ‖G⊥‖; G⊥ is orthogonalised twice, so that only rounding of its component along Q is left.
+    """GQ and ‖G⊥‖ for an orthonormal basis Q (n × r, or a vector), of a G of any size.
 
-    A few rows at a time: G⊥ is needed for its norm alone and is never held whole.
+    Where reads are free the squares are scaled only if they left the range of the dtype.
+    """
+    interval = device.read_interval(gradient)
+    if interval <= 1:
+        x, norm = _split(gradient, basis, None)
+        if interval == 0 or trustworthy(norm):
+            return x, norm
+    scale = binary_scale(gradient)
+    x, norm = _split(gradient, basis, scale)
+    return x * scale, norm * scale
+
+
+def _split(gradient: Tensor, basis: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Both of G over `scale`; G⊥ is orthogonalised twice, so that only rounding of its part along Q is left.
+
+    A few rows at a time: G⊥ is needed for its norm alone and is never held whole. The second time that
+    norm is taken without it, ‖G⊥ - RQᵀ‖² = ‖G⊥‖² - ‖R‖² with R = G⊥Q, where next to nothing cancels.
     """
     parts, norms = [], []
-    for rows in gradient.split(max(1, SPLIT_ELEMENTS // gradient.shape[1])):
+    for part in gradient.split(max(1, SPLIT_ELEMENTS // gradient.shape[1])):
+        rows = part if scale is None else part / scale
         x = rows @ basis
-        perp = torch.addmm(rows, x, basis.T, alpha=-1)
+        perp = (
+            torch.addr(rows, x, basis, alpha=-1)
+            if basis.ndim == 1
+            else torch.addmm(rows, x, basis.T, alpha=-1)
+        )
         again = perp @ basis
-        perp.addmm_(again, basis.T, alpha=-1)
         parts.append(x.add_(again))
-        norms.append(torch.linalg.matrix_norm(perp))
-    return torch.cat(parts), torch.stack(norms).norm()
+        norms.append(torch.stack([torch.linalg.vector_norm(perp), torch.linalg.vector_norm(again)]))
+    first, second = torch.stack(norms).unbind(1)
+    total, rest = torch.linalg.vector_norm(first), torch.linalg.vector_norm(second)
+    return torch.cat(parts), ((total - rest) * (total + rest)).clamp(min=0).sqrt()

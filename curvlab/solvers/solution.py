@@ -15,14 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from curvlab.exceptions import SolveError
-from curvlab.linalg import RowProduct
+from curvlab.linalg import Combination, Matrix
 from curvlab.linalg.cg import Outcome
-from curvlab.linalg.product import add_into, form
+from curvlab.linalg.product import add_into, checksum, form
 from curvlab.network import unwrap
 from curvlab.solvers.damping import Damping
 from curvlab.solvers.measures import Measures
 from curvlab.solvers.pi import Split
 from curvlab.solvers.status import Status
+from curvlab.versions import Versions
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -31,13 +32,18 @@ __all__ = ["BlockSolution", "Direction", "Solution"]
 
 
 class Direction(Mapping[str, Tensor]):
-    """{parameter name: step}, to be added to the parameters; formed each time an entry is read."""
+    """{parameter name: step}, to be added to the parameters; formed each time an entry is read.
 
-    def __init__(self, entries: Mapping[str, Tensor | RowProduct]) -> None:
+    A step may refer to the gradient it was solved for: once that was changed in place, the step is refused.
+    """
+
+    def __init__(self, entries: Mapping[str, Matrix]) -> None:
         self._entries = dict(entries)
+        held = {name: e.matrix for name, e in self._entries.items() if isinstance(e, Combination)}
+        self._gradients = Versions.of(held)
 
     def __getitem__(self, name: str) -> Tensor:
-        return form(self._entries[name])
+        return form(self.factored(name))
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries  # a Mapping's own would form the entry to find out
@@ -48,18 +54,22 @@ class Direction(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._entries)
 
-    def factored(self, name: str) -> Tensor | RowProduct:
-        """The entry as it is held: a tensor, or its factors."""
+    def factored(self, name: str) -> Matrix:
+        """The entry as it is held: a tensor, or what forms one."""
+        if name in self._gradients.changed():
+            raise SolveError(
+                f"the gradient of `{name}` was changed in place since the solve, and the step refers to it: "
+                f"read or add the step before, or solve for a copy"
+            )
         return self._entries[name]
 
     def sums(self) -> dict[str, Tensor]:
         """For each parameter a scalar tensor that is finite where its step is (nothing is read).
 
-        A step in factors is finite where its coefficients and its rows are; the rows were checked
-        when they were recorded.
+        A step in factors is finite where they are: the rows were checked when they were recorded, the
+        gradient when it was given.
         """
-        held = {n: e.coefficients if isinstance(e, RowProduct) else e for n, e in self._entries.items()}
-        return {name: tensor.sum() for name, tensor in held.items()}
+        return {name: checksum(entry) for name, entry in self._entries.items()}
 
     def finite(self) -> dict[str, Tensor]:
         """For each parameter a scalar tensor: whether its step is free of NaN and infinity."""

@@ -69,7 +69,7 @@ def solve(
         solution = solve_by_operator(instance, name, curvature, gradient, chosen, start, preconditioner)
     else:
         solution = solve_by_layers(instance, name, curvature, gradient, chosen, process_group)
-    check_solution(solution, curvature)
+    check_solution(solution, curvature, gradient)
     if strict:
         solution.check()
     return solution
