@@ -1,7 +1,8 @@
 """The cost model against the clock: for m rows and n = n_{t-1} inputs, the route it chose and the best one.
 
 One layer of `OUTPUTS` units is solved, and its weights updated, on every route that exists for it. A route
-that takes several times as long as the fastest at its first call is not measured further.
+that takes several times as long as the fastest at its first call is not measured further. Times are those of
+the processor, which other programs on the machine change little.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import copy
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import product
-from time import perf_counter
+from time import process_time
 
 import torch
 
@@ -62,7 +63,7 @@ def row(problem: curvlab.Problem, solver: str, repetitions: int) -> dict[str, ob
     chosen = solve("auto").blocks["0.weight"].route
     calls = {route: partial(solve, route) for route in ROUTES}
     timings = interleaved({route: calls[route] for route in _worth(calls, chosen)}, repetitions)
-    medians = {route: timing.median for route, timing in timings.items()}
+    medians = {route: timing.processor.median for route, timing in timings.items()}
     best = min(medians, key=lambda route: medians[route])
     share = medians[chosen] / medians[best]
     return {
@@ -82,7 +83,7 @@ def _worth(calls: Mapping[str, Callable[[], object]], chosen: str) -> list[str]:
             call()
         except PairError:
             continue
-        started = perf_counter()
+        started = process_time()
         call()
-        first[route] = perf_counter() - started
+        first[route] = process_time() - started
     return [route for route, s in first.items() if route == chosen or s <= HOPELESS * min(first.values())]

@@ -5,9 +5,14 @@
 
 C is 3072-1024-…-10 with batch 500, I is 150528-1024-…-10 with batch 100, on random data. Times are
 medians (and interquartile ranges) of repetitions that take turns; nothing is remembered between solves.
-The tables: `solves`, default against `formulation="explicit"`; `steps`, pass, curvature, solve and update
-against a torch.optim.SGD(momentum=0.9) step; `memory`, their peak tensor bytes, network included;
-`routes`, what the cost model chose against every forced route (see `benchmarks.route_cost`).
+Ratios are given by the clock and by processor time, which other programs on the machine change little; the
+verdict is on the latter.
+
+The tables: `solves`, default against `formulation="explicit"`, from the curvature to the direction: of
+tensors, the gradient that the paper's equations start from, and of factors, where the explicit form (and the
+default, where its route is dense) multiplies them first; `steps`, pass, curvature, solve and update against
+a torch.optim.SGD(momentum=0.9) step; `memory`, their peak tensor bytes, network included; `routes`, what the
+cost model chose against every forced route (see `benchmarks.route_cost`).
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ from benchmarks import route_cost
 from benchmarks.workload import Case, SGDStep, cold, problem_of, second_order_step
 from curvlab import Problem
 from curvlab.measure.memory import peak_bytes
-from curvlab.measure.timing import Timing, interleaved, ratio
+from curvlab.measure.timing import Ratio, Timing, interleaved, ratio
 from curvlab.solvers import CG, EACG, KFI, Solver
 
 NETWORKS = {"C": Case("cifar10-fcnn", batch=500), "I": Case("imagenet10-fcnn", batch=100)}
@@ -35,20 +40,23 @@ METHODS = (("pch-1", "ea-cg"), ("pch-1", "kfi"), ("fisher", "kfi"))
 
 @dataclass(frozen=True)
 class Speedup:
-    """A solver, its damping, and how many times as fast as its explicit form it is to be."""
+    """A solver, its damping, and how much faster than its explicit form it is to be for such a gradient."""
 
     label: str
     solver: CG | KFI
     alpha: float
     least: float
+    given: str
 
 
-# EA-CG's damping is so small that no block is solved to the last digit before the 20th iteration: what an
-# iteration costs does not depend on it. On I, the E[hhᵀ] of an explicit KFI alone would take 91 GB.
+# EA-CG's damping is so small that no block is solved to the last digit before the 20th iteration, in either
+# form (the table says how many were made): what an iteration costs does not depend on it. An exact KFI is
+# held to its limit with the gradient of the batch, which is what it is for. On I, the E[hhᵀ] of an explicit
+# KFI alone would take 91 GB.
 TWENTY = EACG(max_iter=20, tol=0.0)
 SPEEDUPS = {
-    "C": (Speedup("ea-cg", TWENTY, 1e-7, least=30), Speedup("kfi", KFI(), 0.05, least=8)),
-    "I": (Speedup("ea-cg", TWENTY, 1e-7, least=80),),
+    "C": (Speedup("ea-cg", TWENTY, 1e-7, 30, "tensors"), Speedup("kfi", KFI(), 0.05, 8, "factors")),
+    "I": (Speedup("ea-cg", TWENTY, 1e-7, 80, "tensors"),),
 }
 MOST_OF_SGD = {
     ("C", "pch-1 + ea-cg"): 1.8,
@@ -76,28 +84,43 @@ def solve_rows(network: str, problem: Problem, repetitions: int) -> list[Row]:
     def as_tensors(solver: Solver, alpha: float) -> curvlab.Solution:
         return curvlab.solve(solver, cold(curvature, gradient)[0], formed, alpha=alpha)
 
-    ways = {"factors": in_factors, "tensors": as_tensors}
+    ways = {"tensors": as_tensors, "factors": in_factors}
     return [
-        {"network": network, "gradient": given, **_speedup(wanted, solve, repetitions)}
+        {"network": network, "gradient": given, **_speedup(wanted, given, solve, repetitions)}
         for wanted in SPEEDUPS[network]
         for given, solve in ways.items()
     ]
 
 
-def _speedup(wanted: Speedup, solve: Callable[[Solver, float], curvlab.Solution], repetitions: int) -> Row:
+def _speedup(
+    wanted: Speedup, given: str, solve: Callable[[Solver, float], curvlab.Solution], repetitions: int
+) -> Row:
     default = partial(solve, wanted.solver, wanted.alpha)
     explicit = partial(solve, replace(wanted.solver, formulation="explicit"), wanted.alpha)
+    made = "/".join(str(_iterations(form())) for form in (default, explicit))
     timings = interleaved({"default": default, "explicit": explicit}, repetitions)
-    found = ratio(timings["explicit"], timings["default"])
-    return {
+    found, processor = ratios(timings["explicit"], timings["default"])
+    row: Row = {
         "solver": wanted.label,
-        "iterations": min(block.iterations for block in default().blocks.values()),
+        "iterations": made,
         "default, ms": milliseconds(timings["default"]),
         "explicit, ms": milliseconds(timings["explicit"]),
         "times as fast": f"{found.median:.1f} ({found.iqr:.1f})",
-        "at least": wanted.least,
-        "verdict": "ok" if found.median >= wanted.least else "BELOW",
+        "by CPU": f"{processor.median:.1f} ({processor.iqr:.1f})",
     }
+    if given == wanted.given:
+        row |= {"at least": wanted.least, "verdict": "ok" if processor.median >= wanted.least else "BELOW"}
+    return row
+
+
+def _iterations(solution: curvlab.Solution) -> int:
+    """The fewest that any block took."""
+    return min(block.iterations for block in solution.blocks.values())
+
+
+def ratios(numerator: Timing, denominator: Timing) -> tuple[Ratio, Ratio]:
+    """How many times as long, by the clock and by processor time."""
+    return ratio(numerator, denominator), ratio(numerator.processor, denominator.processor)
 
 
 def contestants(problem: Problem) -> tuple[SGDStep, Mapping[str, Callable[[], object]]]:
@@ -113,7 +136,8 @@ def step_rows(network: str, problem: Problem, repetitions: int) -> list[Row]:
     sgd.clear()
     rows: list[Row] = []
     for name in steps:
-        found, limit = ratio(timings[name], timings["sgd"]), MOST_OF_SGD.get((network, name))
+        found, processor = ratios(timings[name], timings["sgd"])
+        limit = MOST_OF_SGD.get((network, name))
         rows.append(
             {
                 "network": network,
@@ -121,8 +145,9 @@ def step_rows(network: str, problem: Problem, repetitions: int) -> list[Row]:
                 "step, ms": milliseconds(timings[name]),
                 "SGD, ms": milliseconds(timings["sgd"]),
                 "times SGD": f"{found.median:.2f} ({found.iqr:.2f})",
+                "by CPU": f"{processor.median:.2f} ({processor.iqr:.2f})",
                 "at most": "" if limit is None else limit,
-                "verdict": "" if limit is None else "ok" if found.median <= limit else "ABOVE",
+                "verdict": "" if limit is None else "ok" if processor.median <= limit else "ABOVE",
             }
         )
     return rows

@@ -4,14 +4,15 @@ Every round measures each function once, in an order that rotates from round to 
 moment of the machine then falls on neighbours, and the ratio of two functions, taken round by
 round, cancels what the medians of separate runs would keep. One measurement is as many calls as
 last `min_seconds` together, divided by their number, with the device's queue empty before and
-after, and the garbage collector off.
+after, and the garbage collector off. The processor time of the process is measured beside: it leaves
+out what other programs took of a busy machine, and says nothing of an accelerator.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from time import perf_counter
+from time import perf_counter, process_time
 
 import numpy as np
 import pandas as pd
@@ -30,6 +31,12 @@ class Timing:
     name: str
     seconds: tuple[float, ...]
     calls: int
+    processor_seconds: tuple[float, ...] = ()
+
+    @property
+    def processor(self) -> Timing:
+        """The same rounds in processor time, of all threads together."""
+        return Timing(self.name, self.processor_seconds, self.calls)
 
     @property
     def median(self) -> float:
@@ -76,11 +83,16 @@ def interleaved(
     with collector_off():
         calls = {name: _calls(f, device, warmup, min_seconds) for name, f in functions.items()}
         seconds: dict[str, list[float]] = {name: [] for name in functions}
+        processor: dict[str, list[float]] = {name: [] for name in functions}
         for repetition in range(repetitions):
             for name in _rotated(list(functions), repetition):
+                started = process_time()
                 total = _measure(functions[name], calls[name], device)
+                processor[name].append((process_time() - started) / calls[name])
                 seconds[name].append(total / calls[name])
-    return {name: Timing(name, tuple(seconds[name]), calls[name]) for name in functions}
+    return {
+        name: Timing(name, tuple(seconds[name]), calls[name], tuple(processor[name])) for name in functions
+    }
 
 
 def ratio(numerator: Timing, denominator: Timing) -> Ratio:
