@@ -113,17 +113,19 @@ def _style(subject: str, formulation: str, look: Look) -> dict[str, Any]:
 
 
 def _write_exponents(ax: Axes, ends: list[_End], paper: str) -> None:
-    """At the lines' ends, from below, each moved up as far as the one beneath it asks for."""
+    """At the lines' ends, moved apart where they would cover each other."""
     figure = ax.get_figure(root=True)
     assert figure is not None
-    lowest = -np.inf
-    for end in sorted(ends, key=lambda end: end.y):
-        height = ax.transData.transform((end.x, end.y))[1] * 72 / figure.dpi
-        lowest = max(height, lowest + APART)
+    points = 72 / figure.dpi
+    ends = sorted(ends, key=lambda end: end.y)
+    heights = [float(ax.transData.transform((end.x, end.y))[1]) * points for end in ends]
+    for end, height, place in zip(
+        ends, heights, _apart(heights, ax.bbox.y1 * points - APART / 2), strict=True
+    ):
         ax.annotate(
             f"{end.exponent:z.1f}",
             (end.x, end.y),
-            xytext=(6, lowest - height),
+            xytext=(6, place - height),
             textcoords="offset points",
             color=end.colour,
             fontsize=FONT - 1,
@@ -131,6 +133,21 @@ def _write_exponents(ax: Axes, ends: list[_End], paper: str) -> None:
             annotation_clip=False,
             bbox={"facecolor": paper, "edgecolor": "none", "alpha": 0.7, "pad": 0.6},
         ).set_in_layout(False)
+
+
+def _apart(heights: list[float], top: float) -> list[float]:
+    """Ascending heights moved up until they are `APART`, then down again where they are above the `top`.
+
+    >>> _apart([0.0, 1.0, 50.0], top=45.0)
+    [0.0, 11.0, 45.0]
+    """
+    places: list[float] = []
+    for height in heights:
+        places.append(max([height, *(place + APART for place in places[-1:])]))
+    for index in range(len(places) - 1, -1, -1):
+        places[index] = min(places[index], top)
+        top = places[index] - APART
+    return places
 
 
 def _subjects(rows: pd.DataFrame, quantity: str) -> list[str]:
