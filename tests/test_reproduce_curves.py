@@ -13,18 +13,19 @@ from click.testing import CliRunner
 
 from curvlab.cli import main
 from curvlab.exceptions import SpecError
-from curvlab.reproduce import curve_figure, error_table
 from curvlab.reproduce.claims import claims
-from curvlab.reproduce.curve_claims import best_claim, level_claim, run_table, solver_claim
-from curvlab.reproduce.curve_figure import Extent
-from curvlab.reproduce.error_table import Length
+from curvlab.reproduce.curves import figure as curve_figure
+from curvlab.reproduce.curves.claims import best_claim, level_claim, run_table, solver_claim
+from curvlab.reproduce.curves.figure import Extent
+from curvlab.reproduce.errors import table as error_table
+from curvlab.reproduce.errors.table import Length
+from curvlab.reproduce.errors.trajectory import Sampling
 from curvlab.reproduce.experiments import experiment_named, experiments
 from curvlab.reproduce.findings import write_findings
-from curvlab.reproduce.grid_search import embedded_study, ranked_frame
-from curvlab.reproduce.grid_study import GridStudy, parse_only
+from curvlab.reproduce.grid.search import embedded_study, ranked_frame
+from curvlab.reproduce.grid.study import GridStudy, parse_only
 from curvlab.reproduce.run import reproduce
 from curvlab.reproduce.subjects import Options, subject
-from curvlab.reproduce.trajectory import Sampling
 from curvlab.studies.store import Store
 
 SMOKE = Options("smoke")
@@ -246,7 +247,7 @@ def test_the_list_names_every_experiment() -> None:
 def test_an_interruption_keeps_what_was_measured(
     tiny: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from curvlab.reproduce.trajectory import Trajectory
+    from curvlab.reproduce.errors.trajectory import Trajectory
 
     whole = Trajectory.run
 

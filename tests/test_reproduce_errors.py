@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from curvlab.problem import Problem
-from curvlab.reproduce.averages import INNER, averages, phase_of, with_phases
-from curvlab.reproduce.error_claims import accumulation_claim, ordering_claim
-from curvlab.reproduce.orderings import share_of
+from curvlab.reproduce.errors.averages import INNER, averages, phase_of, with_phases
+from curvlab.reproduce.errors.claims import accumulation_claim, ordering_claim
+from curvlab.reproduce.errors.orderings import share_of
+from curvlab.reproduce.errors.trajectory import Sampling, Trajectory, errors_frame
 from curvlab.reproduce.paper import paper_errors
 from curvlab.reproduce.task import Places
-from curvlab.reproduce.trajectory import Sampling, Trajectory, errors_frame
 from curvlab.studies.errors import errors
 from curvlab.studies.setup import Setup
 from curvlab.studies.store import Store

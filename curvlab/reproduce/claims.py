@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pandas as pd
 
-from curvlab.reproduce.curve_claims import best_claim, level_claim, solver_claim
-from curvlab.reproduce.error_claims import accumulation_claim, ordering_claim
-from curvlab.reproduce.growth_verdicts import card_claim, growth_claim
+from curvlab.reproduce.curves.claims import best_claim, level_claim, solver_claim
+from curvlab.reproduce.errors.claims import accumulation_claim, ordering_claim
+from curvlab.reproduce.growth.claims import card_claim, growth_claim
 from curvlab.reproduce.judgement import Claim
 
 __all__ = ["claims"]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from difflib import get_close_matches
 
 from curvlab.exceptions import SpecError
-from curvlab.reproduce.curve_figure import CurveFigure
-from curvlab.reproduce.error_table import KFI, ErrorTable
+from curvlab.reproduce.curves.figure import CurveFigure
+from curvlab.reproduce.errors.table import KFI, ErrorTable
 from curvlab.reproduce.experiment import Experiment
-from curvlab.reproduce.grid_search import GridSearch
-from curvlab.reproduce.growth_table import GrowthTable
+from curvlab.reproduce.grid.search import GridSearch
+from curvlab.reproduce.growth.table import GrowthTable
 
 __all__ = ["experiment_named", "experiments"]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from curvlab.exceptions import SpecError
-from curvlab.reproduce.grid_study import GridStudy
+from curvlab.reproduce.grid.study import GridStudy
 from curvlab.studies.setup import Setup
 
 __all__ = ["SCALES", "Options", "Role", "Scale", "subject"]

@@ -8,8 +8,8 @@ from functools import partial
 import pandas as pd
 
 from curvlab.report.numbers import digits, percent
+from curvlab.reproduce.errors.orderings import ordering_name
 from curvlab.reproduce.judgement import Claim, Frames, Judgement, Verdict, unmeasured
-from curvlab.reproduce.orderings import ordering_name
 from curvlab.reproduce.rows import rows_of
 from curvlab.studies.errors import TOTAL
 

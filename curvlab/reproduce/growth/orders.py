@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
-from curvlab.reproduce.growth_sweeps import SAMPLE_SPACE, SYMBOLS, TEXTBOOK, VARIABLES
+from curvlab.reproduce.growth.sweeps import SAMPLE_SPACE, SYMBOLS, TEXTBOOK, VARIABLES
 
 __all__ = ["RESOURCES", "Order", "Term", "curvlab_order", "paper_order"]
 

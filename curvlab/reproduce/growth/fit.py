@@ -19,8 +19,8 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from curvlab.reproduce.growth_claims import RESOURCES, Order, curvlab_order, paper_order
-from curvlab.reproduce.growth_sweeps import ITERATIVE, SAMPLE_SPACE, SYMBOLS, TEXTBOOK, VARIABLES
+from curvlab.reproduce.growth.orders import RESOURCES, Order, curvlab_order, paper_order
+from curvlab.reproduce.growth.sweeps import ITERATIVE, SAMPLE_SPACE, SYMBOLS, TEXTBOOK, VARIABLES
 
 __all__ = ["Exponent", "exponent_table", "fit_exponent", "fits"]
 

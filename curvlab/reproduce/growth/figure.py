@@ -18,7 +18,7 @@ from matplotlib.lines import Line2D
 
 from curvlab.report.figures.axes import FONT, dress, log_axis
 from curvlab.report.theme import LIGHT, MARKERS, Look, Theme
-from curvlab.reproduce.growth_sweeps import SAMPLE_SPACE, SYMBOLS, TEXTBOOK, VARIABLES
+from curvlab.reproduce.growth.sweeps import SAMPLE_SPACE, SYMBOLS, TEXTBOOK, VARIABLES
 
 __all__ = ["growth_figure"]
 

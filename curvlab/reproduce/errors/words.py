@@ -8,7 +8,7 @@ from curvlab.report.content import Answer
 from curvlab.report.numbers import MISSING, digits, percent
 from curvlab.report.tables import Entry, Table
 from curvlab.report.words import listed
-from curvlab.reproduce.averages import INNER
+from curvlab.reproduce.errors.averages import INNER
 from curvlab.reproduce.rows import rows_of
 from curvlab.studies.errors import TOTAL
 

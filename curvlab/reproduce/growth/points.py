@@ -38,7 +38,7 @@ from curvlab.measure.flops import counting
 from curvlab.measure.memory import Tracker
 from curvlab.problem import Problem
 from curvlab.providers import estimate
-from curvlab.reproduce.growth_sweeps import ITERATIVE, SAMPLE_SPACE, SCALES, TEXTBOOK, Sizes, sweeps
+from curvlab.reproduce.growth.sweeps import ITERATIVE, SAMPLE_SPACE, SCALES, TEXTBOOK, Sizes, sweeps
 from curvlab.reproduce.task import Places, Row, Show
 from curvlab.solvers import Solution, Solver, solve
 from curvlab.solvers.registry import solvers

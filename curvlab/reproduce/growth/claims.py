@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 from curvlab.report.numbers import digits
-from curvlab.reproduce.card import CARD
-from curvlab.reproduce.growth_sweeps import SAMPLE_SPACE, SYMBOLS, TEXTBOOK
+from curvlab.reproduce.growth.card import CARD
+from curvlab.reproduce.growth.sweeps import SAMPLE_SPACE, SYMBOLS, TEXTBOOK
 from curvlab.reproduce.judgement import Claim, Frames, Judgement, Verdict, unmeasured
 from curvlab.reproduce.rows import rows_of
 

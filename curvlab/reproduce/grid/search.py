@@ -19,12 +19,12 @@ from curvlab.report.numbers import digits, percent
 from curvlab.report.tables import Entry, Table
 from curvlab.report.theme import Look
 from curvlab.report.words import listed
+from curvlab.reproduce.curves.training_run import TrainingRun, curves_frame
 from curvlab.reproduce.experiment import Experiment, Outcome
-from curvlab.reproduce.grid_study import GridStudy
+from curvlab.reproduce.grid.study import GridStudy
 from curvlab.reproduce.rows import rows_of
 from curvlab.reproduce.subjects import Options
 from curvlab.reproduce.task import Task
-from curvlab.reproduce.training_run import TrainingRun, curves_frame
 from curvlab.studies.optimizers import SecondOrderSpec, optimizers
 from curvlab.studies.store import Store
 
@@ -82,7 +82,7 @@ class GridSearch(Experiment):
 
 def embedded_study(scale: str) -> GridStudy:
     """The study file that comes with a scale."""
-    with resources.as_file(resources.files("curvlab.reproduce").joinpath("grids", f"{scale}.toml")) as path:
+    with resources.as_file(resources.files("curvlab.reproduce.grid").joinpath(f"{scale}.toml")) as path:
         return GridStudy.read(path)
 
 

@@ -14,11 +14,11 @@ from curvlab.report.numbers import digits
 from curvlab.report.tables import Entry, Table
 from curvlab.report.theme import Look
 from curvlab.report.words import listed
-from curvlab.reproduce.card import CARD, card_frame
 from curvlab.reproduce.experiment import Experiment, Outcome
-from curvlab.reproduce.growth import KIND, growth_tasks
-from curvlab.reproduce.growth_figure import growth_figure
-from curvlab.reproduce.growth_fit import exponent_table, fits
+from curvlab.reproduce.growth.card import CARD, card_frame
+from curvlab.reproduce.growth.figure import growth_figure
+from curvlab.reproduce.growth.fit import exponent_table, fits
+from curvlab.reproduce.growth.points import KIND, growth_tasks
 from curvlab.reproduce.rows import rows_of
 from curvlab.reproduce.subjects import Options
 from curvlab.reproduce.task import Places, Show, Task

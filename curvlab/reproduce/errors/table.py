@@ -19,15 +19,15 @@ import torch
 from curvlab.names import criterion_named
 from curvlab.report.content import Content, Drawing, Section
 from curvlab.report.theme import Look
-from curvlab.reproduce.averages import PHASES, averages, with_phases
-from curvlab.reproduce.error_figures import errors_by_layer, errors_by_update
-from curvlab.reproduce.error_words import average_table, error_answer, share_table
+from curvlab.reproduce.errors.averages import PHASES, averages, with_phases
+from curvlab.reproduce.errors.figures import errors_by_layer, errors_by_update
+from curvlab.reproduce.errors.orderings import Share, share_of
+from curvlab.reproduce.errors.trajectory import PROVIDERS, Sampling, Trajectory, errors_frame
+from curvlab.reproduce.errors.words import average_table, error_answer, share_table
 from curvlab.reproduce.experiment import Experiment, Outcome
-from curvlab.reproduce.orderings import Share, share_of
 from curvlab.reproduce.paper import paper_errors
 from curvlab.reproduce.subjects import Options, Role, Scale, subject
 from curvlab.reproduce.task import Task
-from curvlab.reproduce.trajectory import PROVIDERS, Sampling, Trajectory, errors_frame
 from curvlab.studies.errors import TOTAL
 from curvlab.studies.store import Store
 from curvlab.studies.train_plan import TrainPlan

@@ -19,11 +19,11 @@ from curvlab.report.content import Content, Drawing, Section
 from curvlab.report.figures import convergence_curves
 from curvlab.report.tables import convergence_table
 from curvlab.report.theme import Look
-from curvlab.reproduce.curve_words import curve_answer, end_frame
+from curvlab.reproduce.curves.training_run import TrainingRun, curves_frame
+from curvlab.reproduce.curves.words import curve_answer, end_frame
 from curvlab.reproduce.experiment import Experiment, Outcome
 from curvlab.reproduce.subjects import Options, Role, Scale, subject
 from curvlab.reproduce.task import Task
-from curvlab.reproduce.training_run import TrainingRun, curves_frame
 from curvlab.studies.store import Store
 from curvlab.studies.train_plan import TrainPlan
 

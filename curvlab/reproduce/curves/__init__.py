@@ -1,0 +1,1 @@
+"""The figures: training loss and test accuracy by epochs and by time."""

@@ -1,0 +1,1 @@
+"""Tables 2 to 5: layer-wise errors of the curvature matrices along training."""

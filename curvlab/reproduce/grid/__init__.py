@@ -1,0 +1,1 @@
+"""The grid search as a study file."""

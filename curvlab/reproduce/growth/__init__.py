@@ -1,0 +1,1 @@
+"""Table 1: what grows how fast, and what fits the paper's card."""
