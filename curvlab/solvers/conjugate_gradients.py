@@ -24,7 +24,7 @@ from curvlab.solvers.base import Formulation, LayerDirection, LayerGradient, Sol
 from curvlab.solvers.damping import Damping
 from curvlab.solvers.explicit import explicit_cg
 from curvlab.solvers.residual import DampedSystem
-from curvlab.solvers.routes import side_for
+from curvlab.solvers.routes import Iteration, side_for
 from curvlab.solvers.sides import InputSide, Scalar
 from curvlab.solvers.stack import LayerSystems, Stack
 
@@ -71,9 +71,8 @@ class CG(Solver):
         assert layer.output is not None
         side = None
         if gradient.weight is not None:
-            side = side_for(
-                layer, gradient.weight, self.input_factor, self.route, self.max_iter, iterative=True
-            )
+            work = Iteration(self.max_iter, layer.output.example.element_size())
+            side = side_for(layer, gradient.weight, self.input_factor, self.route, work)
         columns = 1 if side is None else side.size + 1
         output = _cheapest(layer.output, self.max_iter * columns)
         return _State(layer, output, damping, side)

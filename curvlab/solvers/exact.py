@@ -20,7 +20,7 @@ from curvlab.linalg.inverse import NotFiniteError
 from curvlab.solvers.base import LayerDirection, LayerGradient, Solver
 from curvlab.solvers.damping import Damping
 from curvlab.solvers.residual import DampedSystem
-from curvlab.solvers.routes import side_for
+from curvlab.solvers.routes import Eigen, side_for
 from curvlab.solvers.sides import InputSide, Scalar
 
 __all__ = ["Exact"]
@@ -52,7 +52,7 @@ class Exact(Solver):
         values, vectors = output.remember("eigh", lambda: _eigh(output.to_dense()))
         side = right = None
         if gradient.weight is not None:
-            side = side_for(layer, gradient.weight, self.input_factor, self.route, passes=10)
+            side = side_for(layer, gradient.weight, self.input_factor, self.route, Eigen())
             right = self._right(side)
         return _State(layer, damping, side, values, vectors, right)
 

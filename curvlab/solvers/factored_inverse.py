@@ -27,7 +27,7 @@ from curvlab.solvers.base import Formulation, LayerDirection, LayerGradient, Sol
 from curvlab.solvers.damping import Damping
 from curvlab.solvers.pi import Split, split
 from curvlab.solvers.residual import FactoredSystem
-from curvlab.solvers.routes import side_for
+from curvlab.solvers.routes import Inverse, side_for
 from curvlab.solvers.sides import InputSide
 
 __all__ = ["KFI", "ShermanMorrisonKFI"]
@@ -72,7 +72,7 @@ class KFI(Solver):
         key = (self.input_factor, damping.shift, self.pi)
         side = None
         if gradient.weight is not None:
-            side = side_for(layer, gradient.weight, self.input_factor, self.route, passes=1)
+            side = side_for(layer, gradient.weight, self.input_factor, self.route, Inverse())
         chosen = self._split(layer, side)
         root = damping.shift**0.5
         system = FactoredSystem(self.input_factor, root / chosen.pi, root * chosen.pi, damping.shift)
