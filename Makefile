@@ -30,8 +30,8 @@ help: ## list the targets
 # Constraining torch in the one command that installs everything keeps pip from fetching another
 # build of it first; PIP_CONSTRAINT pins the build backend, which -c does not reach.
 $(STAMP): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo 'curvlab needs Python 3.11 or newer: make PYTHON=/path/to/python3.11'; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11, 4))' || \
+	  { echo 'curvlab needs Python 3.11.4 or newer: make PYTHON=/path/to/python3.11'; exit 1; }
 	$(say) 'creating $(VENV) and installing curvlab (a few minutes the first time)'
 	@$(PYTHON) -m venv $(VENV)
 	@PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -qq --disable-pip-version-check \

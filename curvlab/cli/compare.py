@@ -20,6 +20,7 @@ from curvlab.cli.console import (
     table,
 )
 from curvlab.cli.options import check_writable, grid_options, make_settings, output_options, setup_options
+from curvlab.exceptions import StoreError
 from curvlab.studies.compare import Comparison, Progress, run_comparison
 
 __all__ = ["command", "finish", "show_comparison"]
@@ -161,11 +162,8 @@ def _write_report(compared: Comparison, folder: Path) -> Path:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # matplotlib's opinions on layout are not the user's concern
             return Path(write_report(compared, folder))
-    except OSError as error:
-        say(
-            f"Error: cannot write the report to {folder}: {error.strerror or error}. The results are whole: "
-            f"free space and run `curvlab report {folder}`"
-        )
+    except StoreError as error:
+        say(f"Error: {error}. To render the report of the results again: `curvlab report {folder}`")
         sys.exit(1)
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pandas as pd
 
+from curvlab.studies.files import write_bytes_atomic
+
 __all__ = ["save_curves"]
 
 PANELS = (
@@ -44,6 +46,4 @@ def save_curves(frames: Mapping[str, pd.DataFrame], path: Path) -> None:
     figure.axes[0].legend(frameon=False)
     buffer = io.BytesIO()
     figure.savefig(buffer, format=path.suffix[1:], dpi=110)
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_bytes(buffer.getvalue())
-    temporary.replace(path)
+    write_bytes_atomic(path, buffer.getvalue())

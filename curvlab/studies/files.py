@@ -31,7 +31,7 @@ else:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
-__all__ = ["append_bytes", "locked", "write_text_atomic"]
+__all__ = ["append_bytes", "locked", "write_bytes_atomic", "write_text_atomic"]
 
 
 @contextmanager
@@ -77,12 +77,17 @@ def write_text_atomic(path: str | Path, text: str) -> None:
     >>> path.read_text()
     '# Report'
     """
+    write_bytes_atomic(path, text.encode())
+
+
+def write_bytes_atomic(path: str | Path, data: bytes) -> None:
+    """The same for bytes."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("xb") as file:
-            file.write(text.encode())
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
