@@ -55,7 +55,7 @@ EXTENTS: dict[tuple[Scale, Role], Extent] = {
     ("smoke", "cifar10"): Extent(4, (0,)),
     ("smoke", "imagenet10"): Extent(4, (1,)),
     ("laptop", "cifar10"): Extent(3, (4,), why=SEED_4),
-    ("laptop", "imagenet10"): Extent(12, (4,), "train=1000,test=300", 300),
+    ("laptop", "imagenet10"): Extent(8, (4,), "train=1000,test=300", 300),
     ("paper", "cifar10"): Extent(200, (0, 1, 2)),
     ("paper", "imagenet10"): Extent(200, (0,)),
 }
