@@ -41,6 +41,13 @@ def _judge_ordering(ordering: str, frames: Frames) -> Judgement:
         f"({percent(row.low)} to {percent(row.high)}), {row.seeds_holding} of {row.seeds} seeds"
         for row in rows_of(found.sort_values("batch"))
     ]
+    of_ordering = shares[(shares["ordering"] == ordering) & (shares["batch"] == first["batch"])]
+    words += [
+        f"in the {row.phase} phase in {percent(row.share)} of {row.points} points ({row.seeds} of "
+        f"{first['seeds']} seeds have one)"
+        for row in rows_of(of_ordering)
+        if row.phase in ("plateau", "late")
+    ]
     verdict: Verdict = "mixed"
     if first["share"] >= MOSTLY and first["seeds_holding"] == first["seeds"]:
         verdict = "holds"
