@@ -104,7 +104,12 @@ class Stopwatch:
         given = [_layer_gradient(layer, gradient) for layer in curvature.layers]
         pairs = list(zip(curvature.layers, given, strict=True))
         prepare, states = self._timed(lambda: [solver.prepare(layer, damping, g) for layer, g in pairs])
-        apply, _ = self._timed(lambda: [solver.apply(s, g) for s, g in zip(states, given, strict=True)])
+
+        def applied() -> object:
+            together = solver.apply_jointly(states, given)
+            return together or [solver.apply(s, g) for s, g in zip(states, given, strict=True)]
+
+        apply, _ = self._timed(applied)
         return prepare, apply
 
     def _timed(self, function: Callable[[], T]) -> tuple[float, T]:
