@@ -27,7 +27,7 @@ from curvlab.studies.train import TrainPlan, train
 
 SMALL = Setup(data="digits[train=300,test=100]", batch=50, device="cpu")
 # A kept curvature remembers factorisations, which a resumed run makes anew: the peak may differ.
-MACHINE = ["seconds", "step_seconds", "peak_bytes"]
+MACHINE = ["seconds", "cpu_seconds", "step_seconds", "peak_bytes"]
 
 
 def small(optimizer: str = "second-order", epochs: int = 2, **fields) -> TrainPlan:
