@@ -15,7 +15,14 @@ from curvlab.cli import main
 from curvlab.exceptions import SpecError
 from curvlab.reproduce.claims import claims
 from curvlab.reproduce.curves import figure as curve_figure
-from curvlab.reproduce.curves.claims import best_claim, level_claim, run_table, solver_claim
+from curvlab.reproduce.curves.claims import (
+    best_claim,
+    level_claim,
+    no_dearer_claim,
+    run_table,
+    same_time_claim,
+    solver_claim,
+)
 from curvlab.reproduce.curves.figure import Extent
 from curvlab.reproduce.errors import table as error_table
 from curvlab.reproduce.errors.table import Length
@@ -56,9 +63,9 @@ def curves(**losses: list[float]) -> pd.DataFrame:
         provider, _, solver = name.partition("__")
         for epoch, loss in enumerate(values):
             rows.append(
-                {"criterion": "c", "seed": 0, "optimizer": name, "provider": provider.replace("_", "-"),
-                 "solver": solver.replace("_", "-"), "epoch": epoch, "train_loss": loss, "status": "ok",
-                 "test_accuracy": 1 - loss / 4, "cpu_seconds": float(epoch)}
+                {"criterion": "cross-entropy", "seed": 0, "optimizer": name, "epoch": epoch, "status": "ok",
+                 "provider": provider.replace("_", "-") if solver else "", "solver": solver.replace("_", "-"),
+                 "train_loss": loss, "test_accuracy": 1 - loss / 4, "cpu_seconds": float(epoch)}
             )  # fmt: skip
     return pd.DataFrame(rows)
 
@@ -93,6 +100,32 @@ def test_the_best_may_be_level_with_what_the_paper_names() -> None:
         return claim.judge({"curves": frame}).verdict
 
     assert [verdict(0.9), verdict(1.03), verdict(1.2)] == ["holds", "mixed", "does not hold"]
+
+
+def test_runs_that_stay_on_the_plateau_say_nothing_of_each_other() -> None:
+    stuck = curves(a__kfi=[2.5, 2.3], a__ea_cg=[2.5, 2.29])
+    for claim in (
+        solver_claim("KFI is lower.", "loss", "kfi", "ea-cg"),
+        best_claim("a.", "accuracy", ["a__kfi"], lambda table: table),
+        level_claim("Alike.", "loss", lambda table: table),
+    ):
+        assert claim.judge({"curves": stuck}).verdict == "not measured"
+    one_left = curves(a__kfi=[2.5, 2.3], a__ea_cg=[2.5, 2.0])
+    assert (
+        solver_claim("EA-CG is lower.", "loss", "ea-cg", "kfi").judge({"curves": one_left}).verdict == "holds"
+    )
+
+
+def test_times_are_compared_with_the_same_curvature_and_with_the_baseline() -> None:
+    frame = curves(
+        sgd=[2.0, 2.0], a__kfi=[2.0, 1.0], a__ea_cg=[2.0, 1.0], b__kfi=[2.0, 1.0, 1.0], b__ea_cg=[2.0, 1.0]
+    )
+    assert same_time_claim("Alike.", "ea-cg", "kfi").judge({"curves": frame}).verdict == "mixed"
+    assert no_dearer_claim("As fast.", "sgd").judge({"curves": frame}).verdict == "mixed"
+    assert (
+        no_dearer_claim("As fast.", "sgd").judge({"curves": frame[frame["provider"] != "b"]}).verdict
+        == "holds"
+    )
 
 
 def test_accuracies_within_a_point_are_level() -> None:

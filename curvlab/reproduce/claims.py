@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pandas as pd
 
-from curvlab.reproduce.curves.claims import best_claim, level_claim, solver_claim
+from curvlab.reproduce.curves.claims import (
+    Choice,
+    best_claim,
+    level_claim,
+    no_dearer_claim,
+    same_time_claim,
+    solver_claim,
+)
 from curvlab.reproduce.errors.claims import accumulation_claim, ordering_claim
 from curvlab.reproduce.growth.claims import card_claim, growth_claim
 from curvlab.reproduce.judgement import Claim
@@ -35,9 +42,9 @@ def claims() -> dict[str, tuple[Claim, ...]]:
             ),
         ),
         "fig-convex-imagenet10": (
-            level_claim("EA-CG and KFI take almost the same time.", "cpu_seconds", _second_order),
+            same_time_claim("EA-CG and KFI take almost the same time.", "ea-cg", "kfi"),
             solver_claim("KFI has the lower training loss.", "loss", "kfi", "ea-cg"),
-            level_claim("Second-order methods cost about as much time as SGD.", "cpu_seconds", _everything),
+            no_dearer_claim("Second-order methods are as fast as SGD where inputs are wide.", "sgd"),
         ),
         "fig-nonconvex-cifar10": (
             solver_claim("EA-CG beats KFI in training loss by time.", "loss_at_time", "ea-cg", "kfi"),
@@ -50,8 +57,10 @@ def claims() -> dict[str, tuple[Claim, ...]]:
             best_claim("PCH with KFI has the best test accuracy.", "accuracy", ["pch-1 + kfi"], _everything),
         ),
         "pch1-vs-pch2": (
-            level_claim("PCH-1 and PCH-2 train alike, by training loss.", "loss", _everything),
-            level_claim("PCH-1 and PCH-2 train alike, by test accuracy.", "accuracy", _everything),
+            level_claim("PCH-1 and PCH-2 train alike, cross-entropy, by loss.", "loss", _of("cross-entropy")),
+            level_claim("… by test accuracy.", "accuracy", _of("cross-entropy")),
+            level_claim("PCH-1 and PCH-2 train alike, robust loss, by loss.", "loss", _of("robust")),
+            level_claim("… by test accuracy, robust loss.", "accuracy", _of("robust")),
         ),
     }
 
@@ -76,8 +85,12 @@ def _non_convex_errors() -> tuple[Claim, ...]:
     )
 
 
-def _with(solver: str):  # type: ignore[no-untyped-def]
+def _with(solver: str) -> Choice:
     return lambda table: table[table["solver"] == solver]
+
+
+def _of(criterion: str) -> Choice:
+    return lambda table: table[table["criterion"].str.startswith(criterion)]
 
 
 def _second_order(table: pd.DataFrame) -> pd.DataFrame:

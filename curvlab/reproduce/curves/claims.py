@@ -1,7 +1,8 @@
 """The paper's claims about training, judged by the frames of its figures.
 
 `loss at equal time` is the training loss, between epochs on a straight line, when the quickest of the runs
-compared was done. With several seeds a run's numbers are their means.
+compared was done. With several seeds a run's numbers are their means. Runs that have not left the plateau say
+nothing of each other: a pair of them is left out, and where no run has left it a claim is not measured.
 """
 
 from __future__ import annotations
@@ -14,12 +15,22 @@ import pandas as pd
 
 from curvlab.report.numbers import digits, percent
 from curvlab.reproduce.judgement import CLOSE, Claim, Frames, Judgement, Verdict, unmeasured
+from curvlab.reproduce.plateau import LEFT, uninformed
 
-__all__ = ["best_claim", "level_claim", "run_table", "solver_claim"]
+__all__ = [
+    "Choice",
+    "best_claim",
+    "level_claim",
+    "no_dearer_claim",
+    "run_table",
+    "same_time_claim",
+    "solver_claim",
+]
 
 Numbers = pd.DataFrame
 Choice = Callable[[Numbers], Numbers]
 ACCURACY_CLOSE = 0.01
+ON_PLATEAU = "No run has left the plateau here, so this says nothing."
 MEASURES = {
     "loss": "training loss at the end",
     "loss_at_time": "training loss at equal time",
@@ -29,11 +40,11 @@ MEASURES = {
 
 
 def run_table(curves: pd.DataFrame) -> Numbers:
-    """One row an optimizer: `loss`, `loss_at_time`, `accuracy`, `cpu_seconds`; means over seeds.
+    """One row an optimizer: `loss`, `loss_at_time`, `accuracy`, `cpu_seconds`, means over seeds, and `left`.
 
-    A run that did not finish has an infinite loss and no accuracy.
+    A run that did not finish has an infinite loss and no accuracy; `left` is whether it left the plateau.
 
-    >>> curves = pd.DataFrame({"criterion": "a", "seed": 0, "optimizer": ["x", "x", "y", "y"],
+    >>> curves = pd.DataFrame({"criterion": "robust", "seed": 0, "optimizer": ["x", "x", "y", "y"],
     ...     "epoch": [0, 1] * 2, "provider": "", "solver": "", "status": "ok",
     ...     "train_loss": [2.0, 1.0, 2.0, 1.5],
     ...     "test_accuracy": 0.5, "cpu_seconds": [0.0, 4.0, 0.0, 2.0]})
@@ -41,7 +52,7 @@ def run_table(curves: pd.DataFrame) -> Numbers:
     [1.5, 1.5]
     """
     rows = []
-    for (_, seed), part in curves.groupby(["criterion", "seed"], sort=False):
+    for (criterion, seed), part in curves.groupby(["criterion", "seed"], sort=False):
         budget = part.groupby("optimizer")["cpu_seconds"].max().min()
         for optimizer, run in part.groupby("optimizer", sort=False):
             ordered = run.sort_values("epoch")
@@ -50,6 +61,7 @@ def run_table(curves: pd.DataFrame) -> Numbers:
             at_time = np.interp(budget, ordered["cpu_seconds"], ordered["train_loss"])
             rows.append(
                 {
+                    "criterion": criterion,
                     "optimizer": optimizer,
                     "provider": last["provider"] or "",
                     "solver": last["solver"] or "",
@@ -61,8 +73,10 @@ def run_table(curves: pd.DataFrame) -> Numbers:
                 }
             )
     frame = pd.DataFrame(rows)
-    means = frame.groupby(["optimizer", "provider", "solver"], sort=False)[list(MEASURES)].mean()
-    return means.reset_index()
+    runs = ["criterion", "optimizer", "provider", "solver"]
+    means = frame.groupby(runs, sort=False)[list(MEASURES)].mean().reset_index()
+    heights = means["criterion"].map(lambda criterion: uninformed(str(criterion)))
+    return means.assign(left=means["loss"] < LEFT * heights)
 
 
 def solver_claim(says: str, measure: str, better: str, than: str) -> Claim:
@@ -81,12 +95,12 @@ def _judge_solvers(measure: str, better: str, than: str, frames: Frames) -> Judg
     outcomes, words = [], []
     for provider, group in table[table["provider"] != ""].groupby("provider", sort=False):
         values = group.set_index("solver")[measure]
-        if better in values and than in values:
+        if better in values and than in values and group["left"].any():
             outcomes.append(_beats(values[better], values[than], measure))
             shown = _show(measure)
             words.append(f"{provider}: {better} {shown(values[better])}, {than} {shown(values[than])}")
     if not outcomes:
-        return unmeasured("No curvature was run with both solvers.")
+        return unmeasured("No curvature was run with both solvers and left the plateau with one.")
     return Judgement(f"{MEASURES[measure].capitalize()}. {'; '.join(words)}.", _verdict(outcomes))
 
 
@@ -99,7 +113,10 @@ def best_claim(says: str, measure: str, optimizers: Sequence[str], among: Choice
 def _judge_best(measure: str, optimizers: tuple[str, ...], among: Choice, frames: Frames) -> Judgement:
     if "curves" not in frames:
         return unmeasured()
-    table = among(run_table(frames["curves"])).set_index("optimizer")[measure]
+    runs = among(run_table(frames["curves"]))
+    if not runs["left"].any():
+        return unmeasured(ON_PLATEAU)
+    table = runs.set_index("optimizer")[measure]
     ranked = table.sort_values(ascending=measure != "accuracy")
     named = [name for name in ranked.index if name in optimizers]
     if not named:
@@ -123,13 +140,55 @@ def level_claim(says: str, measure: str, among: Choice) -> Claim:
 def _judge_level(measure: str, among: Choice, frames: Frames) -> Judgement:
     if "curves" not in frames:
         return unmeasured()
-    values = among(run_table(frames["curves"])).set_index("optimizer")[measure]
-    if len(values) < 2:
+    runs = among(run_table(frames["curves"]))
+    if len(runs) < 2:
         return unmeasured("The frames do not have two of them.")
+    if not runs["left"].any():
+        return unmeasured(ON_PLATEAU)
+    values = runs.set_index("optimizer")[measure]
     best = values.max() if measure == "accuracy" else values.min()
     level = not any(_beats(best, value, measure) for value in values)
     words = "; ".join(f"{name} {_show(measure)(value)}" for name, value in values.items())
     return Judgement(f"{MEASURES[measure].capitalize()}: {words}.", "holds" if level else "does not hold")
+
+
+def same_time_claim(says: str, one: str, other: str) -> Claim:
+    """That two solvers take the same time with the same curvature."""
+    rule = f"by processor time with the same curvature, within {percent(CLOSE)}; mixed: for some curvatures"
+    return Claim(says, rule, partial(_judge_same_time, one, other))
+
+
+def _judge_same_time(one: str, other: str, frames: Frames) -> Judgement:
+    if "curves" not in frames:
+        return unmeasured()
+    outcomes, words = [], []
+    for provider, group in run_table(frames["curves"]).groupby("provider", sort=False):
+        values = group.set_index("solver")["cpu_seconds"]
+        if one in values and other in values:
+            shown = _show("cpu_seconds")
+            outcomes.append(abs(values[one] - values[other]) <= CLOSE * max(values[one], values[other]))
+            words.append(f"{provider}: {one} {shown(values[one])}, {other} {shown(values[other])}")
+    if not outcomes:
+        return unmeasured("No curvature was run with both solvers.")
+    return Judgement(f"Processor time. {'; '.join(words)}.", _verdict(outcomes))
+
+
+def no_dearer_claim(says: str, baseline: str) -> Claim:
+    """That no second-order run takes longer than the baseline."""
+    rule = f"by processor time of as many updates: at most {percent(CLOSE)} longer; mixed: for some"
+    return Claim(says, rule, partial(_judge_no_dearer, baseline))
+
+
+def _judge_no_dearer(baseline: str, frames: Frames) -> Judgement:
+    if "curves" not in frames:
+        return unmeasured()
+    values = run_table(frames["curves"]).set_index("optimizer")["cpu_seconds"]
+    if baseline not in values or len(values) < 2:
+        return unmeasured(f"The frames do not have {baseline} and another.")
+    others = values.drop(baseline)
+    words = "; ".join(f"{name} {digits(value / values[baseline])}" for name, value in others.items())
+    outcomes = [bool(value <= (1 + CLOSE) * values[baseline]) for value in others]
+    return Judgement(f"Processor time over that of {baseline}: {words}.", _verdict(outcomes))
 
 
 def _beats(one: float, other: float, measure: str) -> bool:

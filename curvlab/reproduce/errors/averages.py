@@ -12,13 +12,13 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
+from curvlab.reproduce.plateau import LATE, LEFT
 from curvlab.studies.errors import TOTAL
 
 __all__ = ["INNER", "PHASES", "averages", "phase_of", "with_phases"]
 
 INNER = "Total without the last layer"
 PHASES = ("plateau", "escape", "late")
-LEFT, LATE = 0.98, 0.90
 
 
 def averages(errors: pd.DataFrame) -> pd.DataFrame:

@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import pandas as pd
-import torch
 
-from curvlab.names import criterion_named
 from curvlab.report.content import Content, Drawing, Section
 from curvlab.report.theme import Look
 from curvlab.reproduce.errors.averages import PHASES, averages, with_phases
@@ -26,6 +24,7 @@ from curvlab.reproduce.errors.trajectory import PROVIDERS, Sampling, Trajectory,
 from curvlab.reproduce.errors.words import average_table, error_answer, share_table
 from curvlab.reproduce.experiment import Experiment, Outcome
 from curvlab.reproduce.paper import paper_errors
+from curvlab.reproduce.plateau import uninformed
 from curvlab.reproduce.subjects import Options, Role, Scale, subject
 from curvlab.reproduce.task import Task
 from curvlab.studies.errors import TOTAL
@@ -109,8 +108,7 @@ class ErrorTable(Experiment):
     @property
     def uninformed(self) -> float:
         """The loss of the uniform prediction over ten classes: the height of the plateau."""
-        value = criterion_named(self.criterion).losses(torch.zeros(1, 10), torch.tensor([0]))
-        return float(value)
+        return uninformed(self.criterion)
 
     def content(self, outcome: Outcome) -> Content:
         """Averages beside the paper's, orderings with their intervals, and the trajectories."""
