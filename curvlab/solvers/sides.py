@@ -318,14 +318,16 @@ def _split(gradient: Tensor, basis: Tensor, scale: Tensor | None) -> tuple[Tenso
     norm is taken without it, ‖G⊥ - RQᵀ‖² = ‖G⊥‖² - ‖R‖² with R = G⊥Q, where next to nothing cancels.
     """
     parts, norms = [], []
-    for part in gradient.split(max(1, SPLIT_ELEMENTS // gradient.shape[1])):
+    count = min(max(1, SPLIT_ELEMENTS // gradient.shape[1]), len(gradient))
+    # One piece of memory for all parts: fresh pages would cost as much as the arithmetic.
+    held = gradient.new_empty(count, gradient.shape[1])
+    for part in gradient.split(count):
         rows = part if scale is None else part / scale
-        x = rows @ basis
-        perp = (
-            torch.addr(rows, x, basis, alpha=-1)
-            if basis.ndim == 1
-            else torch.addmm(rows, x, basis.T, alpha=-1)
-        )
+        x, perp = rows @ basis, held[: len(part)]
+        if basis.ndim == 1:
+            torch.addcmul(rows, x[:, None], basis, value=-1, out=perp)
+        else:
+            torch.addmm(rows, x, basis.T, alpha=-1, out=perp)
         again = perp @ basis
         parts.append(x.add_(again))
         norms.append(torch.stack([torch.linalg.vector_norm(perp), torch.linalg.vector_norm(again)]))
