@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
-
-from curvlab.exceptions import SpecError
+from curvlab import specs
 from curvlab.reproduce.curves.figure import CurveFigure
 from curvlab.reproduce.errors.table import KFI, ErrorTable
 from curvlab.reproduce.experiment import Experiment
@@ -93,8 +91,6 @@ def experiments() -> dict[str, Experiment]:
 def experiment_named(name: str) -> Experiment:
     """The experiment; an unknown name is an error that lists the known ones and the nearest."""
     known = experiments()
-    if name in known:
-        return known[name]
-    nearest = get_close_matches(name, known, 1)
-    hint = f" Did you mean `{nearest[0]}`?" if nearest else ""
-    raise SpecError(f"experiment `{name}` is not known.{hint} Known: {', '.join(known)}")
+    if name not in known:
+        raise specs.unknown("experiment", name, known)
+    return known[name]

@@ -6,13 +6,13 @@ with the rule and not only with the result. Losses and times within five per cen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import pandas as pd
 
-__all__ = ["CLOSE", "Claim", "Frames", "Judgement", "Verdict", "unmeasured"]
+__all__ = ["CLOSE", "Claim", "Frames", "Judgement", "Verdict", "unmeasured", "verdict_of"]
 
 Verdict = Literal["holds", "does not hold", "mixed", "not measured"]
 Frames = Mapping[str, pd.DataFrame]
@@ -35,6 +35,15 @@ class Claim:
     says: str
     rule: str
     judge: Callable[[Frames], Judgement]
+
+
+def verdict_of(outcomes: Sequence[bool]) -> Verdict:
+    """Of the cases of a claim: all of them, some or none.
+
+    >>> verdict_of([True, False])
+    'mixed'
+    """
+    return "holds" if all(outcomes) else "mixed" if any(outcomes) else "does not hold"
 
 
 def unmeasured(reason: str = "Not measured here yet.") -> Judgement:

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from curvlab.report.numbers import digits, percent
-from curvlab.reproduce.judgement import CLOSE, Claim, Frames, Judgement, Verdict, unmeasured
+from curvlab.reproduce.judgement import CLOSE, Claim, Frames, Judgement, Verdict, unmeasured, verdict_of
 from curvlab.reproduce.plateau import LEFT, uninformed
 
 __all__ = [
@@ -92,16 +92,24 @@ def _judge_solvers(measure: str, better: str, than: str, frames: Frames) -> Judg
     if "curves" not in frames:
         return unmeasured()
     table = run_table(frames["curves"])
-    outcomes, words = [], []
-    for provider, group in table[table["provider"] != ""].groupby("provider", sort=False):
+    left = table.groupby("provider")["left"].transform("any")
+    found = _judge_pairs(table[left], measure, better, than, partial(_beats, measure=measure))
+    return found or unmeasured("No curvature was run with both solvers and left the plateau with one.")
+
+
+def _judge_pairs(
+    table: Numbers, measure: str, one: str, other: str, holds: Callable[[float, float], bool]
+) -> Judgement | None:
+    """Whether `holds` of two solvers, curvature by curvature; None where no curvature has both."""
+    outcomes, words, shown = [], [], _show(measure)
+    for provider, group in table.groupby("provider", sort=False):
         values = group.set_index("solver")[measure]
-        if better in values and than in values and group["left"].any():
-            outcomes.append(_beats(values[better], values[than], measure))
-            shown = _show(measure)
-            words.append(f"{provider}: {better} {shown(values[better])}, {than} {shown(values[than])}")
+        if one in values and other in values:
+            outcomes.append(holds(values[one], values[other]))
+            words.append(f"{provider}: {one} {shown(values[one])}, {other} {shown(values[other])}")
     if not outcomes:
-        return unmeasured("No curvature was run with both solvers and left the plateau with one.")
-    return Judgement(f"{MEASURES[measure].capitalize()}. {'; '.join(words)}.", _verdict(outcomes))
+        return None
+    return Judgement(f"{MEASURES[measure].capitalize()}. {'; '.join(words)}.", verdict_of(outcomes))
 
 
 def best_claim(says: str, measure: str, optimizers: Sequence[str], among: Choice) -> Claim:
@@ -161,16 +169,12 @@ def same_time_claim(says: str, one: str, other: str) -> Claim:
 def _judge_same_time(one: str, other: str, frames: Frames) -> Judgement:
     if "curves" not in frames:
         return unmeasured()
-    outcomes, words = [], []
-    for provider, group in run_table(frames["curves"]).groupby("provider", sort=False):
-        values = group.set_index("solver")["cpu_seconds"]
-        if one in values and other in values:
-            shown = _show("cpu_seconds")
-            outcomes.append(abs(values[one] - values[other]) <= CLOSE * max(values[one], values[other]))
-            words.append(f"{provider}: {one} {shown(values[one])}, {other} {shown(values[other])}")
-    if not outcomes:
-        return unmeasured("No curvature was run with both solvers.")
-    return Judgement(f"Processor time. {'; '.join(words)}.", _verdict(outcomes))
+    found = _judge_pairs(run_table(frames["curves"]), "cpu_seconds", one, other, _same)
+    return found or unmeasured("No curvature was run with both solvers.")
+
+
+def _same(one: float, other: float) -> bool:
+    return bool(abs(one - other) <= CLOSE * max(one, other))
 
 
 def no_dearer_claim(says: str, baseline: str) -> Claim:
@@ -188,7 +192,7 @@ def _judge_no_dearer(baseline: str, frames: Frames) -> Judgement:
     others = values.drop(baseline)
     words = "; ".join(f"{name} {digits(value / values[baseline])}" for name, value in others.items())
     outcomes = [bool(value <= (1 + CLOSE) * values[baseline]) for value in others]
-    return Judgement(f"Processor time over that of {baseline}: {words}.", _verdict(outcomes))
+    return Judgement(f"Processor time over that of {baseline}: {words}.", verdict_of(outcomes))
 
 
 def _beats(one: float, other: float, measure: str) -> bool:
@@ -206,7 +210,3 @@ def _show(measure: str) -> Callable[[float], str]:
     if measure == "accuracy":
         return percent
     return (lambda value: f"{digits(value)} s") if measure == "cpu_seconds" else digits
-
-
-def _verdict(outcomes: list[bool]) -> Verdict:
-    return "holds" if all(outcomes) else "mixed" if any(outcomes) else "does not hold"

@@ -15,9 +15,10 @@ import pandas as pd
 from curvlab.reproduce.plateau import LATE, LEFT
 from curvlab.studies.errors import TOTAL
 
-__all__ = ["INNER", "PHASES", "averages", "phase_of", "with_phases"]
+__all__ = ["INNER", "PHASES", "ROUNDING", "averages", "phase_of", "with_phases"]
 
 INNER = "Total without the last layer"
+ROUNDING = 1e-5  # below it an error is that of an exact block in float32
 PHASES = ("plateau", "escape", "late")
 
 

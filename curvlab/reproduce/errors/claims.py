@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import pandas as pd
 
 from curvlab.report.numbers import digits, percent
 from curvlab.reproduce.errors.orderings import ordering_name
-from curvlab.reproduce.judgement import Claim, Frames, Judgement, Verdict, unmeasured
+from curvlab.reproduce.judgement import Claim, Frames, Judgement, Verdict, unmeasured, verdict_of
 from curvlab.reproduce.rows import rows_of
-from curvlab.studies.errors import TOTAL
 
 __all__ = ["accumulation_claim", "ordering_claim"]
 
@@ -71,7 +70,7 @@ def _judge_accumulation(frames: Frames) -> Judgement:
         return unmeasured()
     means = frames["averages"]
     means = means[(means["phase"] == "all") & (means["batch"] == means["batch"].min())]
-    inner = means[[layer != TOTAL and not isinstance(layer, str) for layer in means["layer"]]]
+    inner = means[[not isinstance(layer, str) for layer in means["layer"]]]
     last = int(max(inner["layer"])) - 1
     kept, words = [], []
     for provider, group in inner.groupby("provider", sort=False):
@@ -83,9 +82,8 @@ def _judge_accumulation(frames: Frames) -> Judgement:
         words.append(
             f"{provider} {_pair(ends, 'relative', percent)} relative, {_pair(ends, 'error', digits)} absolute"
         )
-    verdict: Verdict = "holds" if all(kept) else "mixed" if any(kept) else "does not hold"
-    return Judgement(f"At layer {last} and at layer 1: {'; '.join(words)}.", verdict)
+    return Judgement(f"At layer {last} and at layer 1: {'; '.join(words)}.", verdict_of(kept))
 
 
-def _pair(ends: tuple[pd.Series, pd.Series], column: str, show) -> str:  # type: ignore[no-untyped-def]
+def _pair(ends: tuple[pd.Series, pd.Series], column: str, show: Callable[[float], str]) -> str:
     return " and ".join(show(float(end[column])) for end in ends)

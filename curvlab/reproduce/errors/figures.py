@@ -11,6 +11,7 @@ from matplotlib.ticker import MaxNLocator
 
 from curvlab.report.figures.axes import FONT, dress, log_axis, shorten
 from curvlab.report.theme import Look
+from curvlab.reproduce.errors.averages import ROUNDING
 from curvlab.studies.errors import TOTAL
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 __all__ = ["errors_by_layer", "errors_by_update"]
 
 NAMES = {"error": "error", "relative": "relative error"}
-ROUNDING = 1e-5  # relative; an exact block in float32 is not a point of a logarithmic curve
 PLATEAU = "loss, as a share of the uniform prediction's"
 
 
@@ -52,6 +52,7 @@ def errors_by_layer(ours: pd.DataFrame, printed: pd.DataFrame, look: Look) -> Ax
     layers = ours[[isinstance(layer, int) for layer in ours["layer"]]]
     for axes, column in zip(panels, ("error", "relative"), strict=True):
         for provider, group in layers.groupby("provider", sort=False):
+            # An exact block is not a point of a logarithmic curve.
             shown = group if column == "relative" else group[group["relative"] > ROUNDING]
             axes.plot(shown["layer"], shown[column], marker="o", **_style(look, str(provider)))
         axes.set(xlabel="layer", ylabel=f"mean {NAMES[column]}")

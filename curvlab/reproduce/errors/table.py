@@ -9,9 +9,10 @@ scale's, below.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import pandas as pd
 
@@ -19,7 +20,7 @@ from curvlab.report.content import Content, Drawing, Section
 from curvlab.report.theme import Look
 from curvlab.reproduce.errors.averages import PHASES, averages, with_phases
 from curvlab.reproduce.errors.figures import errors_by_layer, errors_by_update
-from curvlab.reproduce.errors.orderings import Share, share_of
+from curvlab.reproduce.errors.orderings import share_of
 from curvlab.reproduce.errors.trajectory import PROVIDERS, Sampling, Trajectory, errors_frame
 from curvlab.reproduce.errors.words import average_table, error_answer, share_table
 from curvlab.reproduce.experiment import Experiment, Outcome
@@ -173,29 +174,34 @@ class ErrorTable(Experiment):
         return Section("trajectory", "Along the trajectory", drawings=drawings)
 
 
-def _averages(errors: pd.DataFrame) -> pd.DataFrame:
-    """The averages by measured batch, over all points and over those of each phase."""
-    parts = []
+def _parts(errors: pd.DataFrame) -> Iterator[tuple[dict[str, Any], pd.DataFrame]]:
+    """The points of each measured batch: all of them, then those of each phase that has any."""
     for batch, of_batch in errors.groupby("batch"):
         for phase in ("all", *PHASES):
             chosen = of_batch if phase == "all" else of_batch[of_batch["phase"] == phase]
             if not chosen.empty:
-                points = chosen[["seed", "step"]].drop_duplicates()
-                parts.append(averages(chosen).assign(batch=batch, phase=phase, points=len(points)))
+                yield {"batch": batch, "phase": phase}, chosen
+
+
+def _averages(errors: pd.DataFrame) -> pd.DataFrame:
+    """The averages by measured batch and phase."""
+    parts = []
+    for names, chosen in _parts(errors):
+        points = chosen[["seed", "step"]].drop_duplicates()
+        parts.append(averages(chosen).assign(**names, points=len(points)))
     return pd.concat(parts, ignore_index=True)
 
 
 def shares_frame(errors: pd.DataFrame, orderings: Sequence[Sequence[str]]) -> pd.DataFrame:
-    """Where each ordering of the Totals holds: by measured batch and phase, absolute and without layer k."""
-    rows = []
+    """Where each ordering of the Totals holds, by measured batch and phase."""
     totals = errors[errors["layer"] == TOTAL]
-    for batch, of_batch in totals.groupby("batch"):
-        for phase in ("all", *PHASES):
-            chosen = of_batch if phase == "all" else of_batch[of_batch["phase"] == phase]
-            if not chosen.empty:
-                shares: list[Share] = [share_of(chosen, ordering) for ordering in orderings]
-                rows += [{"batch": batch, "phase": phase, **vars(share)} for share in shares]
-    return pd.DataFrame(rows)
+    return pd.DataFrame(
+        [
+            names | vars(share_of(chosen, ordering))
+            for names, chosen in _parts(totals)
+            for ordering in orderings
+        ]
+    )
 
 
 def _ordering_section(shares: pd.DataFrame) -> Section:

@@ -7,9 +7,8 @@ size of the measured batch has a stride s of its own: the exact Hessian's cost g
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from math import ceil
 from time import perf_counter
 from typing import Any
 
@@ -100,12 +99,8 @@ class Trajectory:
             done = state.epoch * state.steps + state.step
             show(min(done / self.updates, 1.0), f"{self.label}, update {done} of {self.updates}")
 
-        steps = ceil(self.updates / _steps_per_epoch(self.plan))
-        plan = TrainPlan(
-            self.plan.setup, self.plan.optimizer, steps, self.plan.schedule, self.plan.evaluate_examples
-        )
         frame = train(
-            plan,
+            replace(self.plan, epochs=self.updates),  # more than there are: the updates end the run
             places.runs / self.run_key,
             on_progress=progress,
             observe=observer,
@@ -174,10 +169,6 @@ class _Observer:
 
 def _by_provider(frame: pd.DataFrame, column: str) -> dict[str, list[float]]:
     return {str(name): list(group[column]) for name, group in frame.groupby("provider", sort=False)}
-
-
-def _steps_per_epoch(plan: TrainPlan) -> int:
-    return len(plan.setup.load_data().batches(plan.setup.batch))
 
 
 def _ended_early(store: Store, key: str) -> bool:

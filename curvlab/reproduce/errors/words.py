@@ -8,13 +8,11 @@ from curvlab.report.content import Answer
 from curvlab.report.numbers import MISSING, digits, percent
 from curvlab.report.tables import Entry, Table
 from curvlab.report.words import listed
-from curvlab.reproduce.errors.averages import INNER
+from curvlab.reproduce.errors.averages import INNER, ROUNDING
 from curvlab.reproduce.rows import rows_of
 from curvlab.studies.errors import TOTAL
 
 __all__ = ["average_table", "error_answer", "share_table"]
-
-ROUNDING = 1e-5  # an exact block in float32
 
 
 def average_table(means: pd.DataFrame, printed: pd.DataFrame, column: str, caption: str) -> Table:

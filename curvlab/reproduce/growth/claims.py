@@ -7,7 +7,7 @@ from functools import partial
 from curvlab.report.numbers import digits
 from curvlab.reproduce.growth.card import CARD
 from curvlab.reproduce.growth.sweeps import SAMPLE_SPACE, SYMBOLS, TEXTBOOK
-from curvlab.reproduce.judgement import Claim, Frames, Judgement, Verdict, unmeasured
+from curvlab.reproduce.judgement import Claim, Frames, Judgement, unmeasured, verdict_of
 from curvlab.reproduce.rows import rows_of
 
 __all__ = ["card_claim", "growth_claim"]
@@ -65,5 +65,4 @@ def _judge_growth(solver: str, frames: Frames) -> Judgement:
         )
     if not kept:
         return unmeasured("The frames do not have it.")
-    verdict: Verdict = "holds" if all(kept) else "mixed" if any(kept) else "does not hold"
-    return Judgement(f"Exponents {'; '.join(words)}.", verdict)
+    return Judgement(f"Exponents {'; '.join(words)}.", verdict_of(kept))
