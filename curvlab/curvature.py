@@ -24,6 +24,7 @@ from curvlab.linalg import Block, Factor, FactorBlock, KroneckerBlock
 from curvlab.linalg.blocks import DENSE_BYTES, check_dense_bytes, dense_from
 from curvlab.linalg.flat import flatten, unflatten
 from curvlab.linalg.inputs import InputFactors
+from curvlab.linalg.norms import frobenius_norm
 from curvlab.versions import Versions
 
 if TYPE_CHECKING:
@@ -220,7 +221,7 @@ class Curvature:
     def frobenius_norm(self) -> Tensor:
         """‖C‖_F; with cross-layer blocks (full=true) from the dense form."""
         if self.full_product is not None:
-            return torch.linalg.matrix_norm(self.to_dense())
+            return frobenius_norm(self.to_dense())
         return torch.stack([block.frobenius_norm() for block in self.blocks.values()]).norm()
 
     def eigvalsh(self) -> dict[str, Tensor]:

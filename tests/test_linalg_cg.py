@@ -103,6 +103,11 @@ def test_curvature_within_rounding_of_zero_is_no_negative_curvature() -> None:
     assert result.outcomes.tolist() == [Outcome.BREAKDOWN]
 
 
+def test_a_nan_is_a_breakdown_before_any_iteration() -> None:
+    b = torch.tensor([[float("nan")], [1.0]], dtype=torch.float64)
+    assert solve([torch.eye(2, dtype=torch.float64)], b, max_iter=0).outcomes.tolist() == [Outcome.BREAKDOWN]
+
+
 @pytest.mark.parametrize("bad", ["operator", "right-hand side"])
 def test_a_nan_is_a_breakdown_and_never_convergence(bad: str) -> None:
     matrix, b = definite(3, 1), torch.ones(3, 1, dtype=torch.float64)

@@ -52,6 +52,21 @@ def test_cholesky_leaves_its_argument_alone() -> None:
     close(lower @ lower.T, matrix + 0.5 * torch.eye(4, dtype=torch.float64))
 
 
+@pytest.mark.parametrize(("n", "dtype"), [(1024, torch.float32), (512, torch.float64)])
+def test_columns_of_a_whole_page_are_kept_apart_and_change_nothing(n: int, dtype: torch.dtype) -> None:
+    matrix = gram_of(randn(n, 2 * n)).to(dtype) / n
+    lower = cholesky_shifted(matrix, 0.5)
+    assert lower.stride(1) % n != 0
+    expected = torch.linalg.cholesky(matrix.double() + 0.5 * torch.eye(n, dtype=torch.float64))
+    torch.testing.assert_close(lower.double(), expected, rtol=0, atol=100 * torch.finfo(dtype).eps)
+
+
+def test_an_indefinite_matrix_of_whole_pages_says_its_own_smallest_eigenvalue() -> None:
+    matrix = torch.diag(torch.linspace(-3, -2, 512, dtype=torch.float64))
+    with pytest.raises(NotPositiveDefiniteError, match=r"smallest eigenvalue -2\.5"):
+        cholesky_shifted(matrix, 0.5)
+
+
 def test_a_failure_of_float32_is_retried_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[torch.dtype] = []
     original = torch.linalg.cholesky_ex

@@ -18,6 +18,7 @@ from torch import Tensor
 from curvlab.curvature import Curvature, LayerCurvature
 from curvlab.distributed.group import Group
 from curvlab.linalg import Block
+from curvlab.linalg.norms import frobenius_norm
 
 __all__ = ["JoinedBlock", "join_operators"]
 
@@ -58,7 +59,7 @@ class JoinedBlock(Block):
 
     def frobenius_norm(self) -> Tensor:
         """From the dense form: the closed form pairs each row with every other, also across ranks."""
-        return torch.linalg.matrix_norm(self.to_dense())
+        return frobenius_norm(self.to_dense())
 
     def _dense(self) -> Tensor:
         return self._sum(self.own.to_dense, (self.numel, self.numel))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from curvlab.linalg.factors import Factor
+from curvlab.linalg.norms import frobenius_norm
 
 __all__ = ["Block", "FactorBlock", "KroneckerBlock", "OperatorBlock", "check_dense_bytes", "dense_from"]
 
@@ -235,4 +236,4 @@ class OperatorBlock(Block):
     def frobenius_norm(self) -> Tensor:
         if self.square_norm_of is not None:
             return self.square_norm_of().clamp(min=0).sqrt()
-        return torch.linalg.matrix_norm(self.to_dense())
+        return frobenius_norm(self.to_dense())

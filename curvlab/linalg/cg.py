@@ -133,6 +133,7 @@ def conjugate_gradients(
         done = done | (square <= enough)
         p = torch.addcmul(z, spread(torch.where(done, zero, rz_next / rz)), p)
         rz = rz_next
+    ended = _Ended(ended.negative, ended.flat | square.isnan())  # also where no iteration was asked for
     residuals = torch.stack(squares).clamp(min=0).sqrt().flatten(1)
     iterations = torch.stack(finished).logical_not().sum(0) if finished else torch.zeros_like(done).long()
     return CGResult(x * spread(scale), ended.outcomes(done).flatten(), iterations.flatten(), residuals)

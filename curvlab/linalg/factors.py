@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Self, TypeVar
 import torch
 from torch import Tensor
 
+from curvlab.linalg.norms import frobenius_norm
 from curvlab.linalg.symmetric import gram
 
 __all__ = ["DenseFactor", "Factor", "GramFactor", "RankOneFactor"]
@@ -140,7 +141,7 @@ class DenseFactor(Factor):
         return self.matrix.diagonal()
 
     def frobenius_norm(self) -> Tensor:
-        return torch.linalg.matrix_norm(self.matrix)
+        return frobenius_norm(self.matrix)
 
     def eigvalsh(self) -> Tensor:
         return self.remember("eigvalsh", lambda: torch.linalg.eigvalsh(self.matrix))
@@ -218,7 +219,7 @@ class GramFactor(Factor):
         return self.root.square() @ self.rows.square()
 
     def frobenius_norm(self) -> Tensor:
-        return torch.linalg.matrix_norm(self.gram if self.narrow else self.to_dense())
+        return frobenius_norm(self.gram if self.narrow else self.to_dense())
 
     def eigvalsh(self) -> Tensor:
         return self.remember("eigvalsh", self._eigvalsh)

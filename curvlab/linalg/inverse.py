@@ -27,6 +27,10 @@ __all__ = [
 ]
 
 
+PAGE_BYTES = 4096
+BORDER = 16
+
+
 class NotPositiveDefiniteError(ArithmeticError):
     """A matrix that was to be factorised is not positive definite, in float64 either."""
 
@@ -45,11 +49,13 @@ def cholesky_shifted(matrix: Tensor, shift: Tensor | float, check: bool = True) 
     >>> cholesky_shifted(torch.tensor([[3.0]]), 1.0).item()
     2.0
     """
-    shifted = matrix.clone()
+    n = len(matrix)
+    bordered = _bordered(matrix)
+    shifted = bordered[:n, :n]
     shifted.diagonal().add_(shift)
-    factor, info = torch.linalg.cholesky_ex(shifted)
+    factor, info = torch.linalg.cholesky_ex(bordered)
     if not check or int(info) == 0:
-        return factor
+        return factor[:n, :n]
     if not bool(torch.isfinite(shifted).all()):
         raise NotFiniteError("the matrix to be factorised holds NaN or infinity")
     wide = shifted.double() if shifted.device.type != "mps" else shifted.cpu().double()
@@ -57,6 +63,21 @@ def cholesky_shifted(matrix: Tensor, shift: Tensor | float, check: bool = True) 
     if int(info) != 0:
         raise NotPositiveDefiniteError(float(torch.linalg.eigvalsh(wide)[0]))
     return factor.to(matrix)
+
+
+def _bordered(matrix: Tensor) -> Tensor:
+    """A copy, as the leading block of a larger matrix [F 0; 0 I] where columns of F's own length are slow.
+
+    On a CPU, columns that all start at the same place of a page evict each other from the cache: a
+    factorisation then takes half as long again. The border moves them apart and changes no entry of L.
+    """
+    n = len(matrix)
+    if matrix.device.type != "cpu" or n * matrix.element_size() % PAGE_BYTES:
+        return matrix.clone()
+    bordered = matrix.new_zeros(n + BORDER, n + BORDER)
+    bordered.diagonal()[n:] = 1
+    bordered[:n, :n] = matrix
+    return bordered
 
 
 def cholesky_multiply(lower: Tensor, x: Tensor) -> Tensor:

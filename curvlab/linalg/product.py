@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from curvlab.linalg.factors import GramFactor
-from curvlab.linalg.norms import largest
+from curvlab.linalg.norms import frobenius_norm, largest
 from curvlab.linalg.symmetric import COLUMN_CHUNK
 
 __all__ = ["Combination", "Matrix", "RowProduct", "add_into", "checksum", "form", "magnitude"]
@@ -124,8 +124,8 @@ def magnitude(value: Matrix) -> Tensor:
     3.0
     """
     if isinstance(value, RowProduct):
-        return torch.linalg.matrix_norm(value.coefficients) * value.gram.trace().clamp(min=0).sqrt()
+        return frobenius_norm(value.coefficients) * value.gram.trace().clamp(min=0).sqrt()
     if isinstance(value, Combination):
-        thin = torch.linalg.matrix_norm(value.left) * torch.linalg.matrix_norm(value.right)
+        thin = frobenius_norm(value.left) * frobenius_norm(value.right)
         return value.scale.abs() * largest(value.matrix) + thin
     return largest(value)
