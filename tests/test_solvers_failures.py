@@ -65,7 +65,7 @@ def test_a_nan_is_caught_after_any_number_of_iterations(solver: str, iterations:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("solver", [*SOLVERS, "cg[max_iter=0]", "ea-cg[max_iter=0]"])
 @pytest.mark.parametrize("name", ["0.weight", "2.bias"])
 def test_a_gradient_that_is_not_finite_is_caught_by_name(solver: str, name: str, value: float) -> None:
     p = problem(**WIDE)

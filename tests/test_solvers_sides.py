@@ -13,7 +13,15 @@ from curvlab.linalg.inputs import InputFactors
 from curvlab.linalg.product import RowProduct, form
 from curvlab.solvers.mean_side import MeanSide
 from curvlab.solvers.residual import DampedSystem, weight_residual
-from curvlab.solvers.sides import DenseSide, EigenSide, InputSide, RowSide, SampleSide, split_gradient
+from curvlab.solvers.sides import (
+    SPLIT_ELEMENTS,
+    DenseSide,
+    EigenSide,
+    InputSide,
+    RowSide,
+    SampleSide,
+    split_gradient,
+)
 from tests.solver_cases import assert_close, problem
 from tests.test_linalg_factors import randn, roots
 
@@ -98,6 +106,23 @@ def test_a_gradient_is_orthogonalised_twice(rank: int | None) -> None:
     x, norm = split_gradient(gradient, basis)
     assert float(norm) == pytest.approx(float(expected.norm()), rel=5e-3)
     assert_close(x.double().reshape(16, -1) @ basis.double().reshape(n, -1).T, along, 2e-6)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.9, 0.5, 0.1, 1e-4])
+@pytest.mark.parametrize("rank", [None, 3])
+def test_a_large_gradient_is_split_whatever_its_share_along_the_basis(rank: int | None, share: float) -> None:
+    """‖G‖² - ‖GQ‖² loses digits as the share of G⊥ falls: it must not be what is returned then."""
+    rows, n = 300, 1000
+    assert rows * n > SPLIT_ELEMENTS
+    exact = torch.linalg.qr(randn(n, rank or 1, seed=1)).Q
+    along = randn(rows, exact.shape[1], seed=2) @ exact.T
+    outside = randn(rows, n, seed=3)
+    outside -= outside @ exact @ exact.T
+    gradient = (along * (1 - share**2) ** 0.5 / along.norm() + outside * share / outside.norm()).float()
+    basis = (exact[:, 0] if rank is None else exact).float()
+    x, norm = split_gradient(gradient, basis)
+    assert float(norm) == pytest.approx(share, rel=2e-6 + 1e-7 / share)
+    assert float((x.double().reshape(rows, -1) - gradient.double() @ exact).norm()) < 1e-6
 
 
 def nearly_repeated() -> tuple[RowGradient, curvlab.Curvature]:

@@ -33,7 +33,7 @@ from curvlab.gradient import RowGradient
 from curvlab.linalg import Combination, GramFactor, Matrix, RowProduct
 from curvlab.linalg.factors import DenseFactor
 from curvlab.linalg.inverse import cholesky_shifted
-from curvlab.linalg.norms import binary_scale, trustworthy
+from curvlab.linalg.norms import binary_scale, frobenius_norm, trustworthy
 
 __all__ = [
     "Coordinates",
@@ -196,10 +196,10 @@ class EigenSide(InputSide):
         scaled = along * values.clamp(min=0).sqrt()
         rest = torch.where(self._kept, 0, along)
         size = binary_scale(along)
-        perp = torch.linalg.matrix_norm(torch.where(self._kept, 0, scaled) / size)
+        perp = frobenius_norm(torch.where(self._kept, 0, scaled) / size)
         # Its size is known up to rounding only; with none at all CG would leave it out of the step.
         rounding = torch.finfo(values.dtype).eps * values[-1].clamp(min=0).sqrt()
-        perp = torch.maximum(perp, rounding * torch.linalg.matrix_norm(rest / size)) * size
+        perp = torch.maximum(perp, rounding * frobenius_norm(rest / size)) * size
         return Coordinates(torch.where(self._kept, scaled, 0), perp, RowProduct(rest, self.gram))
 
     def assemble(self, gradient: Coordinates, x: Tensor, left: Left) -> RowProduct:
@@ -299,16 +299,27 @@ def formed(gradient: WeightGradient) -> Tensor:
 def split_gradient(gradient: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
     """GQ and ‖G⊥‖ for an orthonormal basis Q (n × r, or a vector), of a G of any size.
 
-    Where reads are free the squares are scaled only if they left the range of the dtype.
+    Where reads are free, a large G is first read for ‖G⊥‖² = ‖G‖² - ‖GQ‖², which will do if little of it
+    cancels, and squares are scaled only if they left the range of the dtype.
     """
     interval = device.read_interval(gradient)
+    if interval == 1 and gradient.numel() > SPLIT_ELEMENTS:
+        x, norm = gradient @ basis, frobenius_norm(gradient)
+        perp = _leg(norm, torch.linalg.vector_norm(x))
+        if trustworthy(perp) and float(perp) > 0.7 * float(norm):
+            return x, perp
     if interval <= 1:
-        x, norm = _split(gradient, basis, None)
-        if interval == 0 or trustworthy(norm):
-            return x, norm
+        x, perp = _split(gradient, basis, None)
+        if interval == 0 or trustworthy(perp):
+            return x, perp
     scale = binary_scale(gradient)
-    x, norm = _split(gradient, basis, scale)
-    return x * scale, norm * scale
+    x, perp = _split(gradient, basis, scale)
+    return x * scale, perp * scale
+
+
+def _leg(hypotenuse: Tensor, other: Tensor) -> Tensor:
+    """√(a² - b²)."""
+    return ((hypotenuse - other) * (hypotenuse + other)).clamp(min=0).sqrt()
 
 
 def _split(gradient: Tensor, basis: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -330,7 +341,6 @@ def _split(gradient: Tensor, basis: Tensor, scale: Tensor | None) -> tuple[Tenso
             torch.addmm(rows, x, basis.T, alpha=-1, out=perp)
         again = perp @ basis
         parts.append(x.add_(again))
-        norms.append(torch.stack([torch.linalg.vector_norm(perp), torch.linalg.vector_norm(again)]))
-    first, second = torch.stack(norms).unbind(1)
-    total, rest = torch.linalg.vector_norm(first), torch.linalg.vector_norm(second)
-    return torch.cat(parts), ((total - rest) * (total + rest)).clamp(min=0).sqrt()
+        norms.append(torch.stack([frobenius_norm(perp), torch.linalg.vector_norm(again)]))
+    first, second = torch.linalg.vector_norm(torch.stack(norms), dim=0).unbind()
+    return torch.cat(parts), _leg(first, second)
