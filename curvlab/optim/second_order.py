@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from curvlab.criteria import Criterion
 from curvlab.curvature import Curvature
+from curvlab.device import keep_freed_memory
 from curvlab.exceptions import ProblemError, SpecError
 from curvlab.gradient import Gradient
 from curvlab.names import criterion_named
@@ -112,6 +113,7 @@ class SecondOrder(torch.optim.Optimizer):
         self._steps = self._estimates = 0
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(self._everything() if params is None else params, defaults)
+        keep_freed_memory(self.param_groups[0]["params"][0].device)
 
     @property
     def alpha(self) -> float:
