@@ -1,13 +1,11 @@
 """Curvatures in other forms: a scipy LinearOperator, and a file without pickle.
 
-A file is in the safetensors format: the factors' tensors, named layer/side/field, and a JSON header
-with the kinds of the factors and what the curvature knows of itself.
+A file is in the safetensors format: the tensors of the packed curvature, and its header as JSON.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -16,21 +14,16 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from curvlab.curvature import Curvature, Definiteness, LayerCurvature
+from curvlab.curvature import Curvature
 from curvlab.exceptions import MatrixFreeError
-from curvlab.linalg import DenseFactor, Factor, GramFactor, RankOneFactor
-from curvlab.linalg.flat import flatten, unflatten
-from curvlab.linalg.inputs import InputFactors
+from curvlab.packing import Packed
 
 if TYPE_CHECKING:
     import numpy as np
     from scipy.sparse.linalg import LinearOperator
 
-__all__ = ["flatten", "load", "save", "to_scipy", "unflatten"]
+__all__ = ["load", "save", "to_scipy"]
 
-FACTORS: dict[str, Callable[..., Factor]] = {
-    factor.kind: factor for factor in (DenseFactor, GramFactor, RankOneFactor)
-}
 FORMAT = "curvlab-curvature-1"
 
 
@@ -56,28 +49,9 @@ def save(curvature: Curvature, path: str | PathLike[str]) -> None:
             f"`{curvature.provider}` is matrix-free: its products read the model and the batch, so there is "
             f"no matrix to save. Save the model and the batch instead"
         )
-    tensors: dict[str, Tensor] = {}
-    layers = []
-    for index, layer in enumerate(curvature.layers):
-        assert layer.output is not None
-        row: dict[str, Any] = {"name": layer.name, "weight": layer.weight_name, "bias": layer.bias_name}
-        row["output"] = layer.output.kind
-        tensors |= {f"{index}/output/{key}": t for key, t in layer.output.tensors().items()}
-        if layer.inputs is not None:
-            row["input"] = layer.inputs.full.kind
-            tensors |= {f"{index}/input/{key}": t for key, t in layer.inputs.tensors().items()}
-        layers.append(row)
-    header = {
-        "format": FORMAT,
-        "provider": curvature.provider,
-        "criterion": curvature.criterion,
-        "psd": curvature.definiteness.psd,
-        "why": curvature.definiteness.why,
-        "exact": curvature.exact,
-        "notes": curvature.notes,
-        "layers": layers,
-    }
-    save_file(_unshared(tensors), path, metadata={"curvlab": json.dumps(header)})
+    packed = Packed.of(curvature)
+    header = json.dumps({"format": FORMAT, **packed.header})
+    save_file(_unshared(packed.tensors), path, metadata={"curvlab": header})
 
 
 def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -100,31 +74,4 @@ def load(path: str | PathLike[str]) -> Curvature:
         if header.get("format") != FORMAT:
             raise ValueError(f"{path} is not a curvature saved by curvlab ({FORMAT})")
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    layers = tuple(_layer(index, row, tensors) for index, row in enumerate(header["layers"]))
-    return Curvature(
-        header["provider"],
-        header["criterion"],
-        layers,
-        Definiteness(header["psd"], header["why"]),
-        header["exact"],
-        tuple(header["notes"]),
-    )
-
-
-def _layer(index: int, row: dict[str, Any], tensors: dict[str, Tensor]) -> LayerCurvature:
-    def fields(side: str) -> dict[str, Tensor]:
-        prefix = f"{index}/{side}/"
-        return {key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)}
-
-    inputs = None
-    if "input" in row:
-        held = fields("input")
-        mean = held.pop("mean", None)
-        inputs = InputFactors(_factor(row["input"], held), mean)
-    return LayerCurvature(
-        row["name"], row["weight"], row["bias"], _factor(row["output"], fields("output")), inputs
-    )
-
-
-def _factor(kind: str, tensors: dict[str, Tensor]) -> Factor:
-    return FACTORS[kind](**tensors)
+    return Packed(header, tensors).unpack()

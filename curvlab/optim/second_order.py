@@ -26,7 +26,7 @@ from curvlab.network import Network
 from curvlab.optim.average import average, kept
 from curvlab.optim.guard import Change, check_finite
 from curvlab.optim.levenberg_marquardt import LevenbergMarquardt
-from curvlab.optim.packing import pack, unpack
+from curvlab.packing import Packed
 from curvlab.problem import Problem
 from curvlab.providers import estimate
 from curvlab.providers.base import Provider
@@ -259,7 +259,7 @@ class SecondOrder(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The groups and buffers as torch gives them; damping, counts and a kept curvature beside them."""
         own = {"alpha": self._alpha, "steps": self._steps, "estimates": self._estimates}
-        packed = None if self._kept is None else pack(self._kept)
+        packed = None if self._kept is None else vars(Packed.of(self._kept))
         return {**super().state_dict(), "second_order": {**own, "curvature": packed}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -268,7 +268,8 @@ class SecondOrder(torch.optim.Optimizer):
         own = state_dict["second_order"]
         self._alpha, self._steps, self._estimates = own["alpha"], own["steps"], own["estimates"]
         device = self.param_groups[0]["params"][0].device
-        self._kept = None if own["curvature"] is None else unpack(own["curvature"]).to(device)
+        packed = own["curvature"]
+        self._kept = None if packed is None else Packed(**packed).unpack().to(device)
 
 
 def _batch(inputs: Any, targets: Tensor | None) -> tuple[Any, Tensor | None]:
