@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import torch
 from safetensors import safe_open
@@ -43,7 +45,7 @@ def to_scipy(curvature: Curvature) -> LinearOperator:
 
 
 def save(curvature: Curvature, path: str | PathLike[str]) -> None:
-    """Write a curvature of Kronecker layers to `path`."""
+    """Write a curvature of Kronecker layers to `path`, whole or not at all."""
     if curvature.matrix_free:
         raise MatrixFreeError(
             f"`{curvature.provider}` is matrix-free: its products read the model and the batch, so there is "
@@ -51,7 +53,13 @@ def save(curvature: Curvature, path: str | PathLike[str]) -> None:
         )
     packed = Packed.of(curvature)
     header = json.dumps({"format": FORMAT, **packed.header})
-    save_file(_unshared(packed.tensors), path, metadata={"curvlab": header})
+    target = Path(path)
+    scratch = target.with_name(f".{target.name}.{uuid4().hex}")
+    try:
+        save_file(_unshared(packed.tensors), scratch, metadata={"curvlab": header})
+        scratch.replace(target)
+    finally:
+        scratch.unlink(missing_ok=True)
 
 
 def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -61,3 +61,22 @@ def test_a_matrix_free_curvature_says_why_it_cannot_be_saved(name: str, tmp_path
     problem, _ = Case().build()
     with pytest.raises(MatrixFreeError, match="no matrix to save"):
         curvlab.estimate(name, problem).save(tmp_path / "x")
+
+
+def test_a_write_that_fails_leaves_the_file_that_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem, _ = Case().build()
+    path = tmp_path / "curvature.safetensors"
+    curvlab.estimate("pch-1", problem).save(path)
+    before = path.read_bytes()
+
+    def full_disk(tensors: object, target: Path, metadata: object) -> None:
+        target.write_bytes(b"torn")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("curvlab.convert.save_file", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        curvlab.estimate("fisher", problem).save(path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
