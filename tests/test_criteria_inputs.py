@@ -105,6 +105,33 @@ def test_functions_that_cannot_be_analysed_are_refused_at_the_door(loss: object,
         criterion.check(logits_of(3), reals_of(3))
 
 
+BATCH_STYLE = {
+    "a mean over examples": lambda logits, target: (logits - target).square().mean(0).sum(),
+    "a division by their number": lambda logits, target: (logits - target).square().sum() / len(logits),
+}
+ONE_EXAMPLE = {
+    "a sum": lambda logits, target: (logits - target).square().sum(),
+    "a mean": lambda logits, target: (logits - target).square().mean(),
+    "no function of several": lambda logits, target: torch.dot(logits, target).square(),
+    "something else of several": lambda logits, target: (logits * target).sum().square(),
+}
+
+
+@pytest.mark.parametrize("loss", BATCH_STYLE.values(), ids=BATCH_STYLE)
+@pytest.mark.parametrize("outputs", [2, 3, 10])
+def test_a_function_that_averages_over_a_batch_is_refused(loss: object, outputs: int) -> None:
+    """Of one example it would take the outputs for examples: gradients K times too small."""
+    criterion = criterion_from(loss)
+    with pytest.raises(ProblemError, match=rf"written for a batch.*{outputs} times less"):
+        criterion.check(torch.randn(5, outputs), torch.randn(5, outputs))
+
+
+@pytest.mark.parametrize("loss", ONE_EXAMPLE.values(), ids=ONE_EXAMPLE)
+@pytest.mark.parametrize("outputs", [1, 2, 3, 10])
+def test_a_function_of_one_example_is_taken_whatever_it_makes_of_a_batch(loss: object, outputs: int) -> None:
+    criterion_from(loss).check(torch.randn(5, outputs), torch.randn(5, outputs))
+
+
 NAN = torch.full((3, K), math.nan)
 INDEX = torch.tensor([0, 1, 2])
 

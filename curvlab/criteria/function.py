@@ -55,12 +55,37 @@ class FunctionCriterion(Criterion):
             raise ProblemError(
                 f"criterion `{self.name}` fails on one example, with logits of shape {tuple(row.shape[1:])} "
                 f"and a target of shape {tuple(target.shape[1:])}: {error}. Expected a function of one "
-                "example that torch.func can batch and differentiate twice (write branches with torch.where)"
+                "example that torch.func can batch and differentiate twice (write branches with "
+                "torch.where, and give one_hot its num_classes)"
             ) from error
         if values.shape != (1,):
             raise ProblemError(
                 f"criterion `{self.name}` gives shape {tuple(values.shape[1:])} for one example; "
                 "expected a scalar: sum or average over the outputs"
+            )
+        self._check_one_example(logits.detach(), targets)
+
+    def _check_one_example(self, logits: Tensor, targets: Tensor) -> None:
+        """Refuse a function that averages over the first dimension: for it, outputs would be examples.
+
+        A function of one example, with K outputs, that is given several by mistake returns their sum, their
+        mean, or nothing of use. K times the mean is what a mean over examples becomes when it is given one.
+        """
+        outputs = logits.shape[1]
+        count = 2 if outputs > 2 else 3  # any but the number of outputs
+        if outputs == 1 or len(logits) < count:
+            return
+        try:
+            whole = self.function(logits[:count], targets[:count])
+        except Exception:
+            return
+        mean = self.losses(logits[:count], targets[:count]).mean()
+        if whole.shape == () and bool(mean != 0) and bool(torch.isclose(whole, outputs * mean, rtol=1e-4)):
+            raise ProblemError(
+                f"criterion `{self.name}` is written for a batch: of {count} examples together it gives "
+                f"{float(whole):.4g}, of each alone {float(mean):.4g} on average, {outputs} times less: "
+                f"it takes the {outputs} outputs for examples. Expected a function of one example, of "
+                f"logits of shape ({outputs},) and a target, with no mean over the batch"
             )
 
     def losses(self, logits: Tensor, targets: Tensor) -> Tensor:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from torch import nn
+
+from curvlab.chain import DROPOUTS
 from curvlab.problem import Problem
 
 __all__ = ["facts"]
@@ -30,4 +33,32 @@ def facts(problem: Problem) -> list[str]:
         )
     if chain is None:
         found.append("The model is no chain of Linear layers: providers that recur over layers are left out.")
-    return found
+    return [*found, *_outside(problem), *_modes(problem)]
+
+
+def _outside(problem: Problem) -> list[str]:
+    """That some trainable parameters have no block."""
+    trainable = {name: p for name, p in problem.model.named_parameters() if p.requires_grad}
+    layers = problem.network.selected
+    covered = {name for layer in layers for name in (layer.weight_name, layer.bias_name)}
+    left = [name for name in trainable if name not in covered]
+    if not left:
+        return []
+    share = sum(trainable[name].numel() for name in left) / sum(p.numel() for p in trainable.values())
+    named = ", ".join(f"`{name}`" for name in left[:4]) + (", …" if len(left) > 4 else "")
+    return [
+        f"{len(left)} of {len(trainable)} trainable parameters ({share:.0%} of the entries: {named}) have no "
+        "curvature here, because they belong to no Linear layer: errors, times and memory are of the rest."
+    ]
+
+
+def _modes(problem: Problem) -> list[str]:
+    """That layers which behave otherwise in training are measured as in evaluation."""
+    kinds = (*DROPOUTS, nn.modules.batchnorm._BatchNorm)
+    found = sorted({type(module).__name__ for module in problem.model.modules() if isinstance(module, kinds)})
+    if not found:
+        return []
+    return [
+        f"{' and '.join(found)} are in evaluation mode: in training mode the loss of an example would depend "
+        "on chance or on the rest of its batch, and would have no curvature of its own."
+    ]
