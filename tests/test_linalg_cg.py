@@ -95,12 +95,16 @@ def test_negative_curvature_ends_its_own_system_only() -> None:
     close(result.x[:, 1], torch.linalg.solve(matrices[1], b[:, 1]))
 
 
-def test_curvature_within_rounding_of_zero_is_no_negative_curvature() -> None:
-    """pᵀAp = -1e-16 ‖p‖ ‖Ap‖: rounding, hence a breakdown and not a direction to follow."""
-    matrix = torch.tensor([[1.0, 0.0], [0.0, -1.0]], dtype=torch.float64)
-    b = torch.tensor([[1.0], [1.0 + 1e-16]], dtype=torch.float64)
-    result = solve([matrix], b)
-    assert result.outcomes.tolist() == [Outcome.BREAKDOWN]
+@pytest.mark.parametrize(
+    ("share", "outcome"),
+    [(-4.0, Outcome.BREAKDOWN), (-16.0, Outcome.NEGATIVE_CURVATURE)],
+)
+def test_negative_curvature_begins_beyond_eight_times_rounding(share: float, outcome: Outcome) -> None:
+    """pᵀAp = -x ε ‖p‖ ‖Ap‖, made of entries that are exact: rounding up to x = 8, a direction beyond."""
+    eps = torch.finfo(torch.float64).eps
+    matrix = torch.diag(torch.tensor([1.0, -1.0 + 2 * share * eps], dtype=torch.float64))
+    result = solve([matrix], torch.ones(2, 1, dtype=torch.float64))
+    assert result.outcomes.tolist() == [outcome]
 
 
 def test_a_nan_is_a_breakdown_before_any_iteration() -> None:

@@ -13,7 +13,7 @@ import curvlab
 from curvlab import registry
 from curvlab.exceptions import PairError, SpecError
 from curvlab.linalg.product import form
-from curvlab.solvers import KFI, LayerDirection, LayerGradient, solvers
+from curvlab.solvers import EACG, KFI, LayerDirection, LayerGradient, Solver, solvers
 from curvlab.testing import check_solver
 from curvlab.testing.solver_checks import ON_A_CURVATURE, ON_THE_SOLVER
 from tests.solver_cases import SOLVERS, problem
@@ -108,6 +108,18 @@ class Remembering(KFI):
 
 
 @dataclass(frozen=True)
+class HalfRemembering(EACG):
+    """The same with the weight's gradient only, to which its step, not formed, refers."""
+
+    def prepare(self, layer: Any, damping: Any, gradient: LayerGradient) -> Any:
+        return super().prepare(layer, damping, gradient), gradient
+
+    def apply(self, state: Any, gradient: LayerGradient) -> LayerDirection:
+        own, given = state
+        return super().apply(own, replace(gradient, weight=given.weight))
+
+
+@dataclass(frozen=True)
 class Destructive(Changed):
     def change(self, found: LayerDirection, gradient: LayerGradient) -> LayerDirection:
         if gradient.bias is not None:
@@ -151,7 +163,7 @@ class Reckless(KFI):
         return
 
 
-BROKEN: dict[type[KFI], tuple[str, str]] = {
+BROKEN: dict[type[Solver], tuple[str, str]] = {
     Unfrozen: ("configuration", "no frozen dataclass"),
     Busy: ("configuration", "constructor does work"),
     Misshapen: ("blocks", "has shape"),
@@ -162,6 +174,7 @@ BROKEN: dict[type[KFI], tuple[str, str]] = {
     Normalised: ("homogeneous", "does not scale"),
     Partial: ("origin", "as plain tensors"),
     Remembering: ("phases", "prepare reads the values"),
+    HalfRemembering: ("phases", "prepare reads the values of the weight's gradient"),
     Destructive: ("side-effects", "it changes the gradient"),
     Drawing: ("side-effects", "torch's random state"),
     Random: ("repeatable", "a second call"),
@@ -171,7 +184,7 @@ BROKEN: dict[type[KFI], tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("broken", BROKEN)
-def test_a_broken_solver_fails_the_check_that_is_for_it(broken: type[KFI]) -> None:
+def test_a_broken_solver_fails_the_check_that_is_for_it(broken: type[Solver]) -> None:
     check, sentence = BROKEN[broken]
     others = {*ON_THE_SOLVER, *ON_A_CURVATURE} - {check}
     with pytest.raises(AssertionError, match=rf"fails the check `{check}`: .*{sentence}"):

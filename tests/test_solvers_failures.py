@@ -11,6 +11,8 @@ from torch import Tensor
 import curvlab
 from curvlab.exceptions import SolveError
 from curvlab.linalg import DenseFactor, Factor
+from curvlab.linalg.inputs import InputFactors
+from curvlab.linalg.inverse import cholesky_shifted
 from tests.solver_cases import SOLVERS, WIDE, WITH_EXPLICIT, problem
 
 REDUCED = [*SOLVERS, *(f"{solver}[formulation=explicit]" for solver in WITH_EXPLICIT)]
@@ -96,21 +98,27 @@ def test_a_hessian_product_that_is_not_finite_is_caught() -> None:
         curvlab.solve("cg", replace(curvature, layers=tuple(layers)), p.gradient(), alpha=0.1)
 
 
-@pytest.mark.parametrize("solver", ["ea-cg", "cg[route=row]", "exact[route=row]"])
-def test_a_step_is_refused_once_the_gradient_it_refers_to_has_changed(solver: str) -> None:
+def test_exact_refuses_an_indefinite_matrix_that_was_said_to_be_definite() -> None:
     p = problem(**WIDE)
-    gradient = dict(p.gradient().items())
-    solution = curvlab.solve(solver, curvlab.estimate("pch-1", p), gradient, alpha=0.1)
-    before = solution.direction["2.weight"]
-    gradient["0.weight"].zero_()
-    for use in (lambda: solution.direction["0.weight"], lambda: solution.add_to(p.model)):
-        with pytest.raises(SolveError, match=r"gradient of `0\.weight` was changed in place since the solve"):
-            use()
-    assert torch.equal(solution.direction["2.weight"], before)
+    matrix = torch.diag(torch.linspace(-3, 2, WIDE["widths"][2], dtype=torch.float64))
+    curvature = with_output(curvlab.estimate("pch-1", p), 1, DenseFactor(matrix))
+    with pytest.raises(SolveError, match="layer `2`: the damped factor of `pch-1` is not positive definite"):
+        curvlab.solve("exact", curvature, p.gradient(), damping=curvlab.Additive(1.0))
 
 
-def test_a_step_for_another_model_is_refused() -> None:
+def test_the_retry_in_float64_has_the_shift_that_float32_lost() -> None:
+    lower = cholesky_shifted(torch.ones(2, 2), 2e-8)
+    assert bool(torch.isfinite(lower).all())
+    assert float(lower[1, 1]) == pytest.approx((4e-8) ** 0.5, rel=1e-3)
+
+
+def test_infinity_in_a_dense_input_factor_is_caught_in_the_explicit_form() -> None:
     p = problem(**WIDE)
-    solution = curvlab.solve("kfi", curvlab.estimate("pch-1", p), p.gradient(), alpha=0.1)
-    with pytest.raises(SolveError, match=r"the model has no parameter .*4\.weight"):
-        solution.add_to(torch.nn.Sequential(torch.nn.Linear(30, 12), torch.nn.Tanh(), torch.nn.Linear(12, 9)))
+    curvature = curvlab.estimate("pch-1", p)
+    layers = list(curvature.layers)
+    dense = layers[0].inputs.full.to_dense().clone()
+    dense[0, 0] = float("inf")
+    layers[0] = replace(layers[0], inputs=InputFactors(DenseFactor(dense), layers[0].inputs.mean))
+    spoilt = replace(curvature, layers=tuple(layers))
+    with pytest.raises(SolveError, match=r"layer `0`.*NaN or infinity"):
+        curvlab.solve("kfi[formulation=explicit,pi=1.0]", spoilt, p.gradient(), alpha=0.1)

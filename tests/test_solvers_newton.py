@@ -268,3 +268,72 @@ def test_jacobi_solves_a_diagonal_system_in_one_iteration() -> None:
     plain = curvlab.solve("cg", curvature, gradient, damping=damping)
     assert (jacobi.blocks["0.bias"].iterations, plain.blocks["0.bias"].iterations) == (1, 4)
     assert_close(jacobi.direction["0.bias"], -1 / (eigenvalues + 0.1), 1e-13)
+
+
+@pytest.mark.parametrize(
+    ("start", "message"),
+    [
+        (lambda g: torch.full_like(g, float("nan")), "the start for `0.weight` holds NaN or infinity"),
+        (lambda g: g[:-1], r"the start has shape .* for `0.weight`; expected shape"),
+    ],
+)
+def test_a_start_that_does_not_fit_is_refused_and_not_blamed_on_the_curvature(start, message: str) -> None:
+    p = problem(**WIDE)
+    given = {name: torch.zeros_like(value) for name, value in p.model.named_parameters()}
+    given["0.weight"] = start(given["0.weight"])
+    with pytest.raises(SolveError, match=message):
+        curvlab.solve("cg", curvlab.estimate("hessian", p), p.gradient(), alpha=ALPHA, start=given)
+
+
+def test_a_start_of_another_dtype_or_from_numpy_is_converted() -> None:
+    p = problem(**WIDE)
+    curvature, gradient = curvlab.estimate("pch-1", p), p.gradient()
+    start = {name: torch.randn_like(value) for name, value in p.model.named_parameters()}
+    expected = curvlab.solve(LIMIT, curvature, gradient, alpha=ALPHA, start=start).direction
+    for other in (lambda t: t.float(), lambda t: t.detach().numpy()):
+        given = {name: other(value) for name, value in start.items()}
+        found = curvlab.solve(LIMIT, curvature, gradient, alpha=ALPHA, start=given).direction
+        for name in expected:
+            assert_close(found[name], expected[name], 1e-8)
+
+
+@pytest.mark.parametrize(
+    ("image", "given"), [(lambda x: None, "NoneType"), (lambda x: x.T, "shape"), (lambda x: 2.0, "float")]
+)
+def test_a_preconditioner_that_gives_something_else_is_refused(image, given: str) -> None:
+    p = problem(**WIDE)
+    with pytest.raises(
+        SolveError, match=f"the preconditioner gives {given}.* for `0.weight`; expected a tensor"
+    ):
+        curvlab.solve(
+            "cg",
+            curvlab.estimate("hessian", p),
+            p.gradient(),
+            alpha=ALPHA,
+            preconditioner=lambda name, x: image(x),
+        )
+
+
+@pytest.mark.parametrize("size", [1e-25, 1.0, 1e25])
+def test_the_residual_of_an_operator_is_that_of_any_size_of_gradient(size: float) -> None:
+    p = problem(**WIDE, dtype=torch.float32)
+    curvature = curvlab.estimate("gauss-newton[kind=exact]", p)
+    plain = {name: value * size for name, value in p.gradient().items()}
+    blocks = curvlab.solve("cg[max_iter=2]", curvature, plain, alpha=0.01).blocks
+    reference = curvlab.solve("cg[max_iter=2]", curvature, dict(p.gradient().items()), alpha=0.01).blocks
+    for name, block in blocks.items():
+        assert block.residual == pytest.approx(reference[name].residual, rel=1e-3, abs=1e-6)
+
+
+def test_measures_of_an_operator_equal_those_written_out() -> None:
+    p = problem(**WIDE)
+    gradient, matrices = autograd_gradient(p), hessian(p)
+    solution = curvlab.solve("cg[max_iter=2]", curvlab.estimate("hessian", p), p.gradient(), alpha=ALPHA)
+    for name, block in solution.blocks.items():
+        d, g = solution.direction[name].flatten(), gradient[name].flatten()
+        image = matrices[name][name].reshape(len(d), len(d)) @ d
+        rest = (1 - ALPHA) * image + ALPHA * d + g
+        assert block.residual_full == pytest.approx(float(rest.norm() / g.norm()), rel=1e-8)
+        assert block.residual == block.residual_full
+        assert block.slope == pytest.approx(float(d @ g), rel=1e-9)
+        assert block.predicted_reduction == pytest.approx(-float(d @ g + 0.5 * d @ image), rel=1e-8)

@@ -58,7 +58,9 @@ def cholesky_shifted(matrix: Tensor, shift: Tensor | float, check: bool = True) 
         return factor[:n, :n]
     if not bool(torch.isfinite(shifted).all()):
         raise NotFiniteError("the matrix to be factorised holds NaN or infinity")
-    wide = shifted.double() if shifted.device.type != "mps" else shifted.cpu().double()
+    # The shift is added again: in float32 it may have been lost in the diagonal.
+    wide = matrix.double() if matrix.device.type != "mps" else matrix.cpu().double()
+    wide = wide + torch.as_tensor(shift).to(wide) * torch.eye(n, dtype=wide.dtype, device=wide.device)
     factor, info = torch.linalg.cholesky_ex(wide)
     if int(info) != 0:
         raise NotPositiveDefiniteError(float(torch.linalg.eigvalsh(wide)[0]))

@@ -11,7 +11,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from difflib import get_close_matches
+from typing import ClassVar, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -66,6 +67,15 @@ class Solver(ABC):
     needs_psd: ClassVar[bool] = True
     needs_kronecker: ClassVar[bool] = True
     route: Route = field(default="auto", kw_only=True)
+
+    def __post_init__(self) -> None:
+        """Refuse a field that is none of the choices it has; a subclass with its own calls this one."""
+        for name, hint in get_type_hints(type(self)).items():
+            choices, value = get_args(hint), getattr(self, name)
+            if get_origin(hint) is Literal and value not in choices:
+                nearest = get_close_matches(str(value), map(str, choices), n=1)
+                meant = f"; did you mean `{nearest[0]}`?" if nearest else ""
+                raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(str, choices))}{meant}")
 
     @abstractmethod
     def prepare(self, layer: LayerCurvature, damping: Damping, gradient: LayerGradient) -> object:

@@ -21,6 +21,7 @@ from curvlab.solvers.base import LayerDirection, LayerGradient, Solver
 from curvlab.solvers.damping import Damping
 from curvlab.solvers.measures import BiasMeasures, WeightMeasures
 from curvlab.solvers.solution import BlockSolution, Direction, Solution
+from curvlab.versions import Versions
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -187,22 +188,36 @@ class _Solved:
         return {name: step for name, step in named if name is not None and step is not None}
 
     def blocks(self) -> dict[str, BlockSolution]:
-        return {name: self._block(name, column) for column, name in enumerate(self.entries())}
+        reads, names = self._reads(), list(self.entries())
+        return {name: self._block(name, column, len(names), reads) for column, name in enumerate(names)}
 
-    def _block(self, name: str, column: int) -> BlockSolution:
-        found = self.direction
-        measures = WeightMeasures if name == self.layer.weight_name else BiasMeasures
+    def _reads(self) -> Versions:
+        """What residuals are computed from that others can change: the gradient, in factors or formed."""
+        weight, bias = self.gradient.weight, self.gradient.bias
+        named: dict[str, Tensor | None] = {f"the gradient of `{self.layer.bias_name}`": bias}
+        if isinstance(weight, RowGradient):
+            named["the batch"] = weight.inputs.rows
+        else:
+            named[f"the gradient of `{self.layer.weight_name}`"] = weight
+        return Versions.of({name: tensor for name, tensor in named.items() if tensor is not None})
+
+    def _block(self, name: str, column: int, count: int, reads: Versions) -> BlockSolution:
+        """Block `column` of `count`; the layer's time is theirs in equal parts."""
+        found, of_weight = self.direction, name == self.layer.weight_name
+        measures = WeightMeasures if of_weight else BiasMeasures
+        assert self.layer.output is not None
         return BlockSolution(
             name=name,
             layer=self.layer.name,
             measures=measures(self.layer, self.gradient, found, self.damping),
             tolerance=self.tolerance,
             route=found.route,
-            rank=found.rank,
+            rank=found.rank if of_weight else self.layer.output.rank_bound,
             outcome=None if found.outcomes is None else found.outcomes[column],
             iteration_count=None if found.iterations is None else found.iterations[column],
             history=None if found.history is None else found.history[:, column],
-            split=found.split if name == self.layer.weight_name else None,
-            seconds_prepare=self.seconds_prepare,
-            seconds_apply=self.seconds_apply,
+            split=found.split if of_weight else None,
+            seconds_prepare=self.seconds_prepare / count,
+            seconds_apply=self.seconds_apply / count,
+            reads=reads,
         )

@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
+from curvlab import device
 from curvlab.curvature import Curvature
 from curvlab.exceptions import SolveError
 from curvlab.solvers.conjugate_gradients import CG
@@ -14,6 +16,7 @@ from curvlab.solvers.damping import Damping
 from curvlab.solvers.measures import OperatorMeasures
 from curvlab.solvers.operator_cg import BlockResult, Preconditioner, jacobi, solve_blocks
 from curvlab.solvers.solution import BlockSolution, Direction, Solution
+from curvlab.versions import Versions
 
 __all__ = ["solve_by_operator"]
 
@@ -53,6 +56,7 @@ def solve_by_operator(
             curvature,
             result,
             OperatorMeasures(block, damping, systems if joint else {block: systems[block]}),
+            Versions.of({f"the gradient of `{name}`": dense[name] for name in (dense if joint else [block])}),
             *(part / len(results) for part in seconds),
         )
         for block, result in results.items()
@@ -61,12 +65,16 @@ def solve_by_operator(
 
 
 def _checked_start(curvature: Curvature, start: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    checked = {}
     for name, block in curvature.blocks.items():
-        shape = tuple(start[name].shape) if name in start else None
-        if shape != block.shape:
-            given = "has no entry" if shape is None else f"has shape {shape}"
+        value = torch.as_tensor(start[name]).to(block.example) if name in start else None
+        if value is None or tuple(value.shape) != block.shape:
+            given = "has no entry" if value is None else f"has shape {tuple(value.shape)}"
             raise SolveError(f"the start {given} for `{name}`; expected shape {block.shape}")
-    return start
+        if device.readable(value) and not bool(torch.isfinite(value).all()):
+            raise SolveError(f"the start for `{name}` holds NaN or infinity; expected finite numbers")
+        checked[name] = value
+    return checked
 
 
 def _block(
@@ -74,6 +82,7 @@ def _block(
     curvature: Curvature,
     result: BlockResult,
     measures: OperatorMeasures,
+    reads: Versions,
     seconds_prepare: float,
     seconds_apply: float,
 ) -> BlockSolution:
@@ -89,4 +98,5 @@ def _block(
         history=result.result.residuals[:, 0],
         seconds_prepare=seconds_prepare,
         seconds_apply=seconds_apply,
+        reads=reads,
     )

@@ -31,10 +31,14 @@ def check_gradient(curvature: Curvature, gradient: Mapping[str, Tensor]) -> None
     held = {}
     for name, block in blocks.items():
         entry = entry_of(gradient, name)
+        if not isinstance(entry, Tensor | RowGradient):
+            raise SolveError(f"the gradient of `{name}` is {type(entry).__name__}; expected a tensor")
         if tuple(entry.shape) != block.shape:
             raise SolveError(
                 f"the gradient of `{name}` has shape {tuple(entry.shape)}; expected {block.shape}"
             )
+        if isinstance(entry, Tensor):
+            _check_kind(name, entry, block.example)
         # In factors: the inputs were checked when they were recorded, and the mean is the bias's gradient.
         if isinstance(entry, RowGradient):
             held[name] = entry.gradients.mean
@@ -42,6 +46,15 @@ def check_gradient(curvature: Curvature, gradient: Mapping[str, Tensor]) -> None
             held[name] = entry
     sums = {name: tensor.sum() for name, tensor in held.items()}
     _refuse([name for name in _not_finite(sums) if not _finite([held[name]])])
+
+
+def _check_kind(name: str, entry: Tensor, example: Tensor) -> None:
+    """Refuse a tensor of another dtype or device than the curvature's."""
+    if (entry.dtype, entry.device) != (example.dtype, example.device):
+        raise SolveError(
+            f"the gradient of `{name}` is {entry.dtype} on {entry.device}; the curvature is {example.dtype} "
+            f"on {example.device}. Use gradient.to(…) or curvature.to(…)"
+        )
 
 
 def _refuse(bad: list[str]) -> None:

@@ -58,6 +58,7 @@ class CG(Solver):
     preconditioner: Preconditioner = field(default="none", kw_only=True)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.max_iter < 0:
             raise ValueError(f"max_iter={self.max_iter} must not be negative")
         if not self.tol >= 0:

@@ -83,4 +83,8 @@ def damping_from(alpha: float | None, damping: Damping | None) -> Damping:
         raise ValueError(
             "give the damping once: alpha=0.05 (the paper's (1-α)C + αI) or damping=Additive(0.1)"
         )
-    return Mixed(float(alpha)) if alpha is not None else damping  # type: ignore[return-value]
+    if alpha is not None:
+        return Mixed(float(alpha))
+    if not isinstance(damping, Mixed | Additive):
+        raise ValueError(f"damping={damping!r}: expected Mixed(alpha) or Additive(tau), or alpha={damping}")
+    return damping

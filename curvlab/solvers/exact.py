@@ -14,9 +14,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from curvlab import device
 from curvlab.curvature import LayerCurvature
 from curvlab.linalg.inputs import InputKind
-from curvlab.linalg.inverse import NotFiniteError
+from curvlab.linalg.inverse import NotFiniteError, NotPositiveDefiniteError
 from curvlab.solvers.base import LayerDirection, LayerGradient, Solver
 from curvlab.solvers.damping import Damping
 from curvlab.solvers.residual import DampedSystem
@@ -54,6 +55,7 @@ class Exact(Solver):
         if gradient.weight is not None:
             side = side_for(layer, gradient.weight, self.input_factor, self.route, Eigen())
             right = self._right(side)
+        values = _non_negative(values, damping, 1.0 if right is None else right[0][-1].clamp(min=1))
         return _State(layer, damping, side, values, vectors, right)
 
     @staticmethod
@@ -81,6 +83,19 @@ class Exact(Solver):
         )
         route = state.side.route if state.side is not None else "bias"
         return LayerDirection(weight, bias, DampedSystem("full", scale, shift), route, rank)
+
+
+def _non_negative(values: Tensor, damping: Damping, largest: Tensor | float) -> Tensor:
+    """The eigenvalues of B with those that are rounding set to zero; refused if the system is indefinite.
+
+    `largest` is the largest eigenvalue of the input factor, or 1, which is what a bias has.
+    """
+    rounding = len(values) * torch.finfo(values.dtype).eps * values.abs().amax()
+    values = torch.where(values.abs() <= rounding, values.clamp(min=0), values)
+    smallest = damping.scale * values[0] * largest + damping.shift
+    if device.readable(values) and bool(smallest <= 0):
+        raise NotPositiveDefiniteError(float(smallest))
+    return values
 
 
 def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:

@@ -34,6 +34,12 @@ def _plus_identity(matrix: Tensor, shift: Tensor | float) -> Tensor:
     return matrix + shift * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
 
 
+def _require_finite(matrix: Tensor) -> None:
+    """An inverse can be finite though the matrix is not."""
+    if device.readable(matrix) and not bool(torch.isfinite(matrix.sum())):
+        raise NotFiniteError("the matrix to be inverted holds NaN or infinity")
+
+
 @dataclass(frozen=True, eq=False)
 class ExplicitInverse:
     """Inverses of both damped factors, as matrices (the mean factor: as a vector)."""
@@ -49,15 +55,14 @@ class ExplicitInverse:
         """Form and invert."""
         assert layer.output is not None
         b = layer.output.to_dense()
-        # An inverse can be finite though the matrix is not.
-        if device.readable(b) and not bool(torch.isfinite(b.sum())):
-            raise NotFiniteError("the matrix to be inverted holds NaN or infinity")
+        _require_finite(b)
         output_inverse = torch.linalg.inv(_plus_identity(b, system.beta))
         bias_inverse = torch.linalg.inv(_plus_identity(b, system.shift))
         if layer.inputs is None or system.kind == "mean":
             mean = None if layer.inputs is None else layer.inputs.mean
             return cls(output_inverse, bias_inverse, None, mean, system.gamma)
         a = layer.inputs.full.to_dense()
+        _require_finite(a)
         return cls(
             output_inverse,
             bias_inverse,

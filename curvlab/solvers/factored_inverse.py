@@ -19,7 +19,7 @@ from torch import Tensor
 
 from curvlab import device
 from curvlab.curvature import LayerCurvature
-from curvlab.linalg import Matrix
+from curvlab.linalg import Factor, Matrix
 from curvlab.linalg.inputs import InputKind
 from curvlab.linalg.inverse import GramInverse, ShiftedInverse, cholesky_multiply, shifted_inverse
 from curvlab.solvers import explicit
@@ -60,6 +60,7 @@ class KFI(Solver):
     formulation: Formulation = field(default="reduced", kw_only=True)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.pi is not None and not 0 < self.pi < float("inf"):
             raise ValueError(
                 f"pi={self.pi}: the split of the damping must be positive and finite (None: from traces)"
@@ -69,16 +70,18 @@ class KFI(Solver):
         output = layer.output
         assert output is not None
         check = device.readable(output.example)
-        key = (self.input_factor, damping.shift, self.pi)
+        if self.formulation == "explicit":
+            chosen = self._split(layer, None if gradient.weight is None else self._factor(layer).trace())
+            system = self._system(chosen, damping)
+            prepared = explicit.ExplicitInverse.prepare(layer, system)
+            return _State(layer, None, system, chosen, None, None, None, prepared)
         side = None
         if gradient.weight is not None:
             side = side_for(layer, gradient.weight, self.input_factor, self.route, Inverse())
-        chosen = self._split(layer, side)
-        root = damping.shift**0.5
-        system = FactoredSystem(self.input_factor, root / chosen.pi, root * chosen.pi, damping.shift)
-        if self.formulation == "explicit":
-            prepared = explicit.ExplicitInverse.prepare(layer, system)
-            return _State(layer, None, system, chosen, None, None, None, prepared)
+        chosen = self._split(layer, None if side is None else side.trace)
+        system = self._system(chosen, damping)
+        # π, and with it both shifts, is that of these inputs.
+        key = (layer.inputs, self.input_factor, damping.shift, self.pi)
         weight_inverse = bias_inverse = right = None
         if side is not None:
             weight_inverse = shifted_inverse(output, system.beta, ("weight", *key), check)
@@ -89,14 +92,23 @@ class KFI(Solver):
             bias_inverse = shifted_inverse(output, damping.shift, ("bias", damping.shift), check)
         return _State(layer, side, system, chosen, weight_inverse, bias_inverse, right)
 
-    def _split(self, layer: LayerCurvature, side: InputSide | None) -> Split:
+    def _factor(self, layer: LayerCurvature) -> Factor:
+        assert layer.inputs is not None
+        return layer.inputs.factor(self.input_factor)
+
+    def _split(self, layer: LayerCurvature, trace: Tensor | None) -> Split:
+        """π, from the trace of the input factor in use (None: there is no weight)."""
         output = layer.output
         assert output is not None
         if self.pi is not None:
             return Split.fixed(self.pi, output.example)
-        if side is None or layer.inputs is None:
+        if trace is None or layer.inputs is None:
             return Split.fixed(1.0, output.example)
-        return split(side.trace, layer.inputs.full.size, output.trace(), output.size)
+        return split(trace, layer.inputs.full.size, output.trace(), output.size)
+
+    def _system(self, chosen: Split, damping: Damping) -> FactoredSystem:
+        root = damping.shift**0.5
+        return FactoredSystem(self.input_factor, root / chosen.pi, root * chosen.pi, damping.shift)
 
     def apply(self, state: object, gradient: LayerGradient) -> LayerDirection:
         assert isinstance(state, _State)

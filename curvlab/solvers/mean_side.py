@@ -70,7 +70,11 @@ class MeanSide(InputSide):
         return self.inputs.mean / self._norm
 
     def coordinates(self, gradient: WeightGradient) -> Coordinates:
-        if isinstance(gradient, RowGradient) and self.route == "sample":
+        if (
+            self.route == "sample"
+            and isinstance(gradient, RowGradient)
+            and gradient.inputs is self.inputs.full
+        ):
             return self._in_factors(gradient)
         whole = formed(gradient)
         if not self.norm:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from curvlab.curvature import LayerCurvature
+from curvlab.linalg.norms import binary_scale
 from curvlab.solvers.base import LayerDirection, LayerGradient
 from curvlab.solvers.damping import Damping
 from curvlab.solvers.residual import (
@@ -120,10 +121,12 @@ class OperatorMeasures(Measures):
 
     def residual(self) -> Tensor:
         squares, references = [], []
+        # Relative to the gradient's size: squares then neither under- nor overflow.
+        size = torch.stack([binary_scale(gradient) for gradient, _, _ in self.system.values()]).max()
         for gradient, direction, image in self.system.values():
             rest = self.damping.scale * image + self.damping.shift * direction + gradient
-            squares.append(rest.square().sum())
-            references.append(gradient.square().sum())
+            squares.append((rest / size).square().sum())
+            references.append((gradient / size).square().sum())
         return relative(torch.stack(squares).sum(), torch.stack(references).sum())
 
     def residual_full(self) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from curvlab import device
 from curvlab.curvature import Curvature
+from curvlab.exceptions import SolveError
 from curvlab.linalg.cg import CGResult, OneSystem, conjugate_gradients
 from curvlab.linalg.flat import flatten, unflatten
 from curvlab.solvers.damping import Damping
@@ -79,9 +80,15 @@ def _solve_group(
 
     def precondition(x: Tensor) -> Tensor:
         assert preconditioner is not None
-        return flatten(
-            {name: preconditioner(name, part) for name, part in unflatten(x, shapes).items()}, names
-        )
+        images = {name: preconditioner(name, part) for name, part in unflatten(x, shapes).items()}
+        for name, image in images.items():
+            if not isinstance(image, Tensor) or tuple(image.shape) != shapes[name]:
+                given = f"shape {tuple(image.shape)}" if isinstance(image, Tensor) else type(image).__name__
+                raise SolveError(
+                    f"the preconditioner gives {given} for `{name}`; expected a tensor of shape "
+                    f"{shapes[name]}"
+                )
+        return flatten(images, names)
 
     result = conjugate_gradients(
         lambda x: damping.scale * product(x) + damping.shift * x,

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from curvlab import device
+from curvlab.exceptions import PairError
 from curvlab.gradient import RowGradient
 from curvlab.linalg import Combination, GramFactor, Matrix, RowProduct
 from curvlab.linalg.factors import DenseFactor
@@ -47,6 +48,7 @@ __all__ = [
     "WeightGradient",
     "formed",
     "joined",
+    "own_gradient",
     "split_gradient",
 ]
 
@@ -142,8 +144,8 @@ class SampleSide(InputSide):
         return self.gram.gram
 
     def coordinates(self, gradient: WeightGradient) -> Coordinates:
-        assert isinstance(gradient, RowGradient)
-        return Coordinates(gradient.gradients.scaled_rows().T, rows=gradient.gradients)
+        own = own_gradient(gradient, self.gram)
+        return Coordinates(own.gradients.scaled_rows().T, rows=own.gradients)
 
     def assemble(self, gradient: Coordinates, x: Tensor, left: Left) -> RowProduct:
         return RowProduct(x, self.gram)
@@ -190,9 +192,8 @@ class EigenSide(InputSide):
         return torch.diag(self.diagonal)
 
     def coordinates(self, gradient: WeightGradient) -> Coordinates:
-        assert isinstance(gradient, RowGradient)
         values, vectors = self._eigen
-        along = gradient.gradients.scaled_rows().T @ vectors
+        along = own_gradient(gradient, self.gram).gradients.scaled_rows().T @ vectors
         scaled = along * values.clamp(min=0).sqrt()
         rest = torch.where(self._kept, 0, along)
         size = binary_scale(along)
@@ -282,6 +283,17 @@ class DenseSide(InputSide):
 
     def remember(self, key: Hashable, make: Callable[[], T]) -> T:
         return self.factor.remember(key, make)
+
+
+def own_gradient(gradient: WeightGradient, rows: GramFactor) -> RowGradient:
+    """The gradient, where it is one of the very `rows` that the coordinates are made of."""
+    if isinstance(gradient, RowGradient) and gradient.inputs is rows:
+        return gradient
+    given = "one of another batch" if isinstance(gradient, RowGradient) else "a tensor"
+    raise PairError(
+        f"the solver was prepared for a gradient of the curvature's own batch, in factors, and is applied to "
+        f"{given}: prepare it for that gradient, or for any with route `row` or `dense`"
+    )
 
 
 def joined(whole: Tensor, u: Tensor, z: Tensor, left: Left) -> Tensor | Combination:

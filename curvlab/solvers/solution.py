@@ -6,8 +6,9 @@ for, from the direction alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from curvlab.exceptions import SolveError
-from curvlab.linalg import Combination, Matrix
+from curvlab.linalg import Combination, Matrix, RowProduct
 from curvlab.linalg.cg import Outcome
 from curvlab.linalg.product import add_into, checksum, form
 from curvlab.network import unwrap
@@ -34,13 +35,16 @@ __all__ = ["BlockSolution", "Direction", "Solution"]
 class Direction(Mapping[str, Tensor]):
     """{parameter name: step}, to be added to the parameters; formed each time an entry is read.
 
-    A step may refer to the gradient it was solved for: once that was changed in place, the step is refused.
+    A step may refer to the gradient it was solved for, or to the rows of the batch: once these were changed
+    in place, the step is refused.
     """
 
     def __init__(self, entries: Mapping[str, Matrix]) -> None:
         self._entries = dict(entries)
-        held = {name: e.matrix for name, e in self._entries.items() if isinstance(e, Combination)}
-        self._gradients = Versions.of(held)
+        referred = {name: _referred(entry) for name, entry in self._entries.items()}
+        self._referred = Versions.of(
+            {name: tensor for name, tensor in referred.items() if tensor is not None}
+        )
 
     def __getitem__(self, name: str) -> Tensor:
         return form(self.factored(name))
@@ -56,12 +60,14 @@ class Direction(Mapping[str, Tensor]):
 
     def factored(self, name: str) -> Matrix:
         """The entry as it is held: a tensor, or what forms one."""
-        if name in self._gradients.changed():
+        entry = self._entries[name]
+        if name in self._referred.changed():
+            what = f"the gradient of `{name}`" if isinstance(entry, Combination) else "the batch"
             raise SolveError(
-                f"the gradient of `{name}` was changed in place since the solve, and the step refers to it: "
+                f"{what} was changed in place since the solve, and the step of `{name}` refers to it: "
                 f"read or add the step before, or solve for a copy"
             )
-        return self._entries[name]
+        return entry
 
     def sums(self) -> dict[str, Tensor]:
         """For each parameter a scalar tensor that is finite where its step is (nothing is read).
@@ -76,9 +82,16 @@ class Direction(Mapping[str, Tensor]):
         return {name: torch.isfinite(total) for name, total in self.sums().items()}
 
 
+def _referred(entry: Matrix) -> Tensor | None:
+    """The tensor that a step has not copied."""
+    if isinstance(entry, Combination):
+        return entry.matrix
+    return entry.gram.rows if isinstance(entry, RowProduct) else None
+
+
 @dataclass(frozen=True, eq=False)
 class BlockSolution:
-    """How one block's system was solved."""
+    """How one block's system was solved; `reads` are the tensors that its measures are computed from."""
 
     name: str
     layer: str
@@ -92,16 +105,27 @@ class BlockSolution:
     split: Split | None = None
     seconds_prepare: float = float("nan")
     seconds_apply: float = float("nan")
+    reads: Versions = field(default_factory=lambda: Versions(()))
+
+    def _measured(self, measure: Callable[[], Tensor]) -> float:
+        """A measure of the solve as it was; refused where that can no longer be known."""
+        changed = self.reads.changed()
+        if changed:
+            raise SolveError(
+                f"{' and '.join(changed)} changed in place since the solve, so its residual and predicted "
+                f"reduction in `{self.name}` can no longer be known: read them before, or solve for a copy"
+            )
+        return float(measure())
 
     @cached_property
     def residual(self) -> float:
         """The true relative residual of the solver's own system."""
-        return float(self.measures.residual())
+        return self._measured(self.measures.residual)
 
     @cached_property
     def residual_full(self) -> float:
         """The true relative residual of the full damped system."""
-        return float(self.measures.residual_full())
+        return self._measured(self.measures.residual_full)
 
     @property
     def iterations(self) -> int:
@@ -133,12 +157,12 @@ class BlockSolution:
     @cached_property
     def slope(self) -> float:
         """gᵀd: negative for a descent direction."""
-        return float(self.measures.slope())
+        return self._measured(self.measures.slope)
 
     @cached_property
     def predicted_reduction(self) -> float:
         """-(gᵀd + ½ dᵀCd), with the undamped curvature."""
-        return -(self.slope + 0.5 * float(self.measures.quadratic()))
+        return -(self.slope + 0.5 * self._measured(self.measures.quadratic))
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,15 +176,24 @@ class Solution:
     blocks: dict[str, BlockSolution]
 
     def add_to(self, model: nn.Module, lr: float = 1.0) -> None:
-        """θ ← θ + lr · d, in place, with no direction of a weight's size formed."""
+        """θ ← θ + lr · d, in place, with no direction of a weight's size formed; all of it or nothing."""
+        if not math.isfinite(lr):
+            raise SolveError(f"lr={lr}: expected a finite number")
         parameters = dict(unwrap(model).named_parameters())
         missing = [name for name in self.direction if name not in parameters]
         if missing:
             raise SolveError(
                 f"the model has no parameter {missing}; this solution is for {list(self.direction)}"
             )
-        for name in self.direction:
-            add_into(parameters[name], self.direction.factored(name), lr)
+        steps = {name: self.direction.factored(name) for name in self.direction}
+        for name, step in steps.items():
+            given, expected = tuple(parameters[name].shape), tuple(step.shape)
+            if given != expected:
+                raise SolveError(
+                    f"the model's `{name}` has shape {given}; this solution is for one of shape {expected}"
+                )
+        for name, step in steps.items():
+            add_into(parameters[name], step, lr)
 
     @property
     def predicted_reduction(self) -> float:
@@ -214,8 +247,7 @@ class Solution:
             raise SolveError(
                 f"`{self.solver}` on `{self.provider}`: {len(bad)} of {len(self.blocks)} blocks did not "
                 f"converge; `{name}`: {block.status.value} (residual {block.residual:.2g} after "
-                f"{block.iterations} iterations). "
-                f"Allow more iterations or a larger tol or damping, or use strict=False"
+                f"{block.iterations} iterations). {block.status.advice}, or use strict=False"
             )
 
     def __repr__(self) -> str:

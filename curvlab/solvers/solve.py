@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from curvlab.curvature import Curvature
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["solve"]
 
 
+@torch.no_grad()
 def solve(
     solver: str | Solver,
     curvature: Curvature,
@@ -66,6 +68,7 @@ def solve(
     check_gradient(curvature, gradient)
     if _needs_operator(instance, name, curvature, guided=start is not None or preconditioner is not None):
         assert isinstance(instance, CG)
+        _refuse_ignored(instance, name, curvature)
         solution = solve_by_operator(instance, name, curvature, gradient, chosen, start, preconditioner)
     else:
         solution = solve_by_layers(instance, name, curvature, gradient, chosen, process_group)
@@ -73,6 +76,16 @@ def solve(
     if strict:
         solution.check()
     return solution
+
+
+def _refuse_ignored(solver: CG, name: str, curvature: Curvature) -> None:
+    """Refuse fields that have no meaning where CG runs on the blocks as they are."""
+    if solver.route != "auto" or solver.formulation != "reduced":
+        raise PairError(
+            f"`{name}`: `route` and `formulation` choose how Kronecker factors are used, and on "
+            f"`{curvature.provider}` (or with a start or a preconditioner) `cg` uses products only. "
+            f"Leave them out"
+        )
 
 
 def _name(solver: Solver) -> str:
