@@ -92,3 +92,18 @@ def test_no_iteration_gives_no_step() -> None:
     solution = curvlab.solve("cg[max_iter=0]", curvlab.estimate("fisher", p), p.gradient(), alpha=ALPHA)
     assert all(not step.any() for step in solution.direction.values())
     assert {block.status for block in solution.blocks.values()} == {curvlab.Status.ITERATION_LIMIT}
+
+
+@pytest.mark.parametrize("formulation", ["reduced", "explicit"])
+@pytest.mark.parametrize("solver", ["cg", "ea-cg"])
+def test_a_tolerance_ends_the_iteration_in_either_form(solver: str, formulation: str) -> None:
+    p = problem(**PROBLEMS["wide"])
+    curvature = curvlab.estimate("pch-1", p)
+
+    def solved(tol: float) -> curvlab.Solution:
+        spec = f"{solver}[max_iter=50,tol={tol},formulation={formulation}]"
+        return curvlab.solve(spec, curvature, p.gradient(), alpha=ALPHA)
+
+    coarse, fine = solved(1e-1), solved(1e-12)
+    assert all(block.residual <= 0.2 for block in coarse.blocks.values())
+    assert coarse.frame()["iterations"].sum() < 0.7 * fine.frame()["iterations"].sum()

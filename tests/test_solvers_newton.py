@@ -10,6 +10,7 @@ import curvlab
 from curvlab import Status
 from curvlab.exceptions import SolveError
 from curvlab.linalg import OperatorBlock
+from curvlab.solvers.operator_cg import jacobi
 from tests.solver_cases import NARROW, WIDE, assert_close, autograd_gradient, problem
 
 ALPHA = 0.3
@@ -337,3 +338,28 @@ def test_measures_of_an_operator_equal_those_written_out() -> None:
         assert block.residual == block.residual_full
         assert block.slope == pytest.approx(float(d @ g), rel=1e-9)
         assert block.predicted_reduction == pytest.approx(-float(d @ g + 0.5 * d @ image), rel=1e-8)
+
+
+@pytest.mark.parametrize("provider", ["hessian", "hessian[full=true]"])
+def test_the_jacobi_preconditioner_is_the_damped_diagonal_without_its_negative_part(provider: str) -> None:
+    p = problem(**WIDE, gain=3.0)
+    curvature, matrices = curvlab.estimate(provider, p), hessian(p)
+    apply = jacobi(curvature, curvlab.Mixed(0.2))
+    negative = 0
+    for name, parameter in p.model.named_parameters():
+        diagonal = matrices[name][name].reshape(parameter.numel(), -1).diagonal().reshape(parameter.shape)
+        expected = 1 / (0.8 * diagonal.clamp(min=0) + 0.2)
+        negative += int((diagonal < -1e-6).sum())
+        assert_close(apply(name, torch.ones_like(parameter)), expected, 1e-9)
+    assert negative
+
+
+@pytest.mark.parametrize("provider", ["hessian[full=true]", "gauss-newton[kind=exact]"])
+def test_the_jacobi_preconditioner_is_used_where_it_is_asked_for(provider: str) -> None:
+    p = problem(**WIDE, gain=4.0)
+    curvature, gradient = curvlab.estimate(provider, p), p.gradient()
+    plain, scaled = (
+        curvlab.solve(f"cg[max_iter=1,preconditioner={kind}]", curvature, gradient, alpha=0.5).direction
+        for kind in ("none", "jacobi")
+    )
+    assert not torch.allclose(plain["0.weight"], scaled["0.weight"], rtol=1e-3)

@@ -113,3 +113,28 @@ def test_every_pair_runs_on_fake_tensors_from_problem_to_step(provider: str, sol
     with FakeTensorMode(allow_non_fake_inputs=True):
         fake = run(provider, solver)
     assert fake == run(provider, solver)
+
+
+class Products(TorchDispatchMode):
+    """Counts the products with one matrix."""
+
+    def __init__(self, matrix: torch.Tensor) -> None:
+        super().__init__()
+        self.address, self.count = matrix.data_ptr(), 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.addmm_, torch.ops.aten.mm, torch.ops.aten.mv):
+            operands = [a for a in args if isinstance(a, torch.Tensor)]
+            self.count += any(a.data_ptr() == self.address for a in operands)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("solver", ["cg", "ea-cg"])
+def test_one_pass_over_b_serves_the_weight_and_the_bias_of_a_layer(solver: str) -> None:
+    p = problem(**WIDE, gain=4.0)
+    curvature, gradient = curvlab.estimate("pch-1", p), p.gradient()
+    output = curvature.layers[0].output
+    assert output is not None
+    with Products(output.to_dense()) as products:
+        curvlab.solve(f"{solver}[max_iter=4,tol=0]", curvature, gradient, alpha=0.01)
+    assert products.count == 4
