@@ -1,6 +1,8 @@
 """The cost model against the clock: for m rows and n = n_{t-1} inputs, the route it chose and the best one.
 
-One layer of `OUTPUTS` units is solved, and its weights updated, on every route that exists for it. A route
+One layer of `OUTPUTS` units is solved, and its weights updated, on every route that exists for it: for the
+gradient of the batch, in factors, and for a tensor, as any other gradient is (with the mean input factor only
+one route is left then, so there is nothing to choose). A route
 that takes several times as long as the fastest at its first call is not measured further. Times are those of
 the processor, which other programs on the machine change little.
 """
@@ -25,7 +27,11 @@ from curvlab.solvers import solvers
 ROWS = (32, 100, 500, 1000)
 WIDTHS = (64, 256, 1024, 3072)
 OUTPUTS = 256
-SOLVERS = ("kfi", "cg", "ea-cg", "exact")
+FULL = ("kfi", "cg", "exact")
+CHOICES = [
+    *((solver, "own") for solver in (*FULL, "sm-kfi", "ea-cg")),
+    *((solver, "other") for solver in FULL),
+]
 ROUTES = ("sample", "row", "dense")
 LIMIT = 1.2
 HOPELESS = 3.0
@@ -35,12 +41,12 @@ ALPHA = 0.05
 def rows(repetitions: int) -> list[dict[str, object]]:
     """One row for each solver, m and n."""
     measured = [
-        {"solver": solver, "n": n, "m": m, **row(problem, solver, repetitions)}
+        {"solver": solver, "gradient": given, "n": n, "m": m, **row(problem, solver, given, repetitions)}
         for n, m in product(WIDTHS, ROWS)
         for problem in [first_layer(m, n)]
-        for solver in SOLVERS
+        for solver, given in CHOICES
     ]
-    return sorted(measured, key=lambda found: SOLVERS.index(str(found["solver"])))
+    return sorted(measured, key=lambda found: CHOICES.index((str(found["solver"]), str(found["gradient"]))))
 
 
 def first_layer(m: int, n: int) -> curvlab.Problem:
@@ -51,13 +57,17 @@ def first_layer(m: int, n: int) -> curvlab.Problem:
     return curvlab.Problem(model, "cross-entropy", inputs, targets, layers=["0"])
 
 
-def row(problem: curvlab.Problem, solver: str, repetitions: int) -> dict[str, object]:
+def row(problem: curvlab.Problem, solver: str, given: str, repetitions: int) -> dict[str, object]:
     """The chosen route, and how its time compares with the best route's."""
     curvature, gradient = curvlab.estimate("pch-1", problem), problem.gradient()
     model = copy.deepcopy(problem.model)  # updated in place of the problem's, which the curvature is of
 
+    formed = dict(gradient.items())
+
     def solve(route: str) -> curvlab.Solution:
-        solution = curvlab.solve(f"{solver}[route={route}]", *cold(curvature, gradient), alpha=ALPHA)
+        renewed, own = cold(curvature, gradient)
+        used = own if given == "own" else formed
+        solution = curvlab.solve(f"{solver}[route={route}]", renewed, used, alpha=ALPHA)
         solution.add_to(model, lr=1e-6)
         return solution
 
