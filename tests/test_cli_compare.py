@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from curvlab.cli import main
+from curvlab.cli import COMMANDS, main
+from curvlab.cli.list_ import KINDS
 
 TINY = ["--arch", "6-4-3", "--data", "synthetic[features=6,classes=3,examples=50]", "--batch", "20"]
 CELLS = ["-p", "fisher", "-p", "pch-1", "-s", "kfi", "-s", "ea-cg[max_iter=2]", "-r", "1"]
@@ -278,11 +279,29 @@ def test_list_shows_every_registry_and_the_pairs_within_80_columns():
     assert call("list", "solvers").stdout.count("Name") == 1
 
 
-@pytest.mark.parametrize("command", ["compare", "plan", "list", "report", "merge"])
-def test_help_shows_examples(command):
+def test_help_of_curvlab_itself_keeps_its_lines_within_80_columns():
+    found = call("--help")
+    assert "\\b" not in found.stdout
+    assert "  Start with:\n    curvlab compare\n" in found.stdout
+    assert max(map(len, found.stdout.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_each_example_on_a_line_of_its_own_within_80_columns(command):
     found = call(command, "--help")
     assert found.exit_code == 0
-    assert f"curvlab {command}" in found.stdout.split("Examples:")[1]
+    assert "\\b" not in found.stdout
+    lines = found.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    examples = lines[lines.index("  Examples:") + 1 :]
+    examples = examples[: examples.index("")]
+    assert any(line.startswith(f"    curvlab {command}") for line in examples)
+    assert all(line.count("curvlab ") <= 1 for line in examples)
+
+
+def test_the_help_of_list_names_every_kind_that_it_takes():
+    words = call("list", "--help").stdout.replace(",", " ").split()
+    assert set(KINDS) <= set(words)
 
 
 def test_models_data_and_criteria_of_the_user_s_own_are_compared(tmp_path, monkeypatch):

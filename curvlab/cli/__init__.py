@@ -58,7 +58,7 @@ class _LazyGroup(click.Group):
 )
 @click.version_option(package_name="curvlab", message="%(prog)s %(version)s")
 def main() -> None:
-    r"""Curvature analysis and benchmarking for PyTorch.
+    """Curvature analysis and benchmarking for PyTorch.
 
     Which curvature matrix and which solver should I use for my network, my loss and my data? What does
     each cost in time and memory, how far is it from the true Hessian, and does it train faster?

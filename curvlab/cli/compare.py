@@ -98,7 +98,7 @@ DEFAULT_FOLDER = Path("runs/compare")
 def command(
     executor: str, output: Path, fresh: bool, retry: bool, as_json: bool, quiet: bool, **options: Any
 ) -> None:
-    r"""Measure error, time, memory and convergence of every provider with every solver.
+    """Measure error, time, memory and convergence of every provider with every solver.
 
     Results go to the folder as they are measured: the same command resumes an interrupted comparison, and
     only shows a finished one. A cell that fails is in the table with its reason, and the exit code is 1; a
@@ -107,8 +107,8 @@ def command(
     \b
     Examples:
       curvlab compare
-      curvlab compare -p fisher -p pch-1 -s kfi -s 'ea-cg[max_iter=20]' \
-          --arch 64-32-16-10 --activation tanh --criterion robust --epochs 5 \
+      curvlab compare -p fisher -p pch-1 -s kfi -s 'ea-cg[max_iter=20]' \\
+          --arch 64-32-16-10 --activation tanh --criterion robust --epochs 5 \\
           -r 5 -o reports/mine
       curvlab compare --model mypackage.nets:build --data mypackage.data:batches
       curvlab compare --config runs/compare/config.toml -o runs/again

@@ -37,13 +37,14 @@ KINDS = ("providers", "solvers", "criteria", "architectures", "datasets", "optim
 
 
 @click.command("list")
-@click.argument("kind", required=False, type=click.Choice(KINDS))
+@click.argument("kind", required=False, type=click.Choice(KINDS), metavar="[KIND]")
 @click.option("--json", "as_json", is_flag=True, help="Print the lists as JSON on standard output.")
 def command(kind: str | None, as_json: bool) -> None:
-    r"""List what can be asked for by name, with its fields and their defaults.
+    """List what can be asked for by name, with its fields and their defaults.
 
-    A field is set in brackets: 'ea-cg[max_iter=50,tol=1e-5]'. What other packages add through entry points
-    is listed with the package it is from.
+    KIND is providers, solvers, criteria, architectures, datasets, optimizers, executors or pairs; all of
+    them without one. A field is set in brackets: 'ea-cg[max_iter=50,tol=1e-5]'. What other packages add
+    through entry points is listed with the package it is from.
 
     \b
     Examples:

@@ -22,7 +22,7 @@ __all__ = ["command"]
 )
 @click.option("--quiet", is_flag=True, help="Say nothing unless rows conflict.")
 def command(folders: tuple[Path, ...], output: Path, quiet: bool) -> None:
-    r"""Join the stores of several folders; of two rows for one cell and repetition the first is kept.
+    """Join the stores of several folders; of two rows for one cell and repetition the first is kept.
 
     The folders are only read. Comparisons of one problem, made in one environment, then show as one.
 

@@ -41,7 +41,7 @@ def command(
     quiet: bool,
     **options: Any,
 ) -> None:
-    r"""Predict memory and operations without allocating: would it fit?
+    """Predict memory and operations without allocating: would it fit?
 
     Providers and solvers run as they are, on tensors without memory. Two forms of each solver are planned:
     the sample-space form that curvlab runs, and the textbook's, which forms the factors of the input side.

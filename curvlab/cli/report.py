@@ -18,7 +18,7 @@ __all__ = ["command"]
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @output_options
 def command(folder: Path, as_json: bool, quiet: bool) -> None:
-    r"""Render report.html, report.md and figures/ of a results folder again, from its store.
+    """Render report.html, report.md and figures/ of a results folder again, from its store.
 
     \b
     Examples:

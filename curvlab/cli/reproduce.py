@@ -63,7 +63,7 @@ def command(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    r"""Run experiments of the paper and put its numbers beside ours.
+    """Run experiments of the paper and put its numbers beside ours.
 
     Every experiment has a page (report.html, report.md) with its frames as CSV files, and all of them
     together a page of findings, claim by claim. What is measured is kept at once: the same command goes on
@@ -73,7 +73,7 @@ def command(
     Examples:
       curvlab reproduce --list
       curvlab reproduce all --scale smoke
-      curvlab reproduce table2 table4 --scale laptop --executor 'process[workers=2]'
+      curvlab reproduce table2 table4 --executor 'process[workers=2]'
       curvlab reproduce table3 --imagenet ~/imagenet10
       curvlab reproduce grid --study mine.toml --only lr=0.1,0.2 --only batch=100
     """

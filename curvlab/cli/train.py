@@ -80,10 +80,10 @@ def command(
     Examples:
       curvlab train
       curvlab train -p fisher -s kfi --lr 0.05 --alpha 0.1
-      curvlab train --data cifar10 --lr 0.2 --alpha 0.01 --epochs 12 -o runs/cifar10
+      curvlab train --data cifar10 --lr 0.2 --alpha 0.01 -o runs/cifar10
       curvlab train --data cifar10 --optimizer 'sgd[lr=0.1,momentum=0.9]'
       torchrun --nproc-per-node=4 -m curvlab train --data cifar10 --batch 1000
-    """  # noqa: D301
+    """
     given = {name: options.pop(name) for name in ("provider", "solver", "lr", "alpha")}
     plan = TrainPlan(make_setup(options, batch=100), _optimizer(optimizer, given), epochs, lr_schedule)
     folder = output or Path("curvlab-runs") / f"{_slug(plan)}-{plan.key[:8]}"
