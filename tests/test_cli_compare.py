@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from curvlab.cli import COMMANDS, main
+from curvlab.cli.console import table
 from curvlab.cli.list_ import KINDS
 
 TINY = ["--arch", "6-4-3", "--data", "synthetic[features=6,classes=3,examples=50]", "--batch", "20"]
@@ -243,8 +244,29 @@ def test_plan_says_what_fits_within_80_columns():
     )
     assert found.exit_code == 0, found.output
     assert max(len(line) for line in found.stdout.splitlines()) <= 80
-    assert "does not fit" in found.stdout
+    rows = [line.split() for line in found.stdout.splitlines() if line.split()[:2] == ["fisher", "kfi"]]
+    assert [row[-1] for row in rows] == ["yes", "no"]
+    assert "Does not fit 100 MB: fisher + kfi (textbook)" in found.stdout
     assert "20000×20000" in found.stdout
+
+
+def test_plan_breaks_no_name_at_80_columns():
+    found = call("plan", *TINY, "-p", "gauss-newton", "-s", "sm-kfi", "-s", "ea-cg", "--memory", "1GB")
+    heads = [line.split() for line in found.stdout.splitlines() if "Provider" in line]
+    assert heads == [["Provider", "Solver", "Peak", "Held", "Operations", "Fits"]] * 2
+    names = [line.split()[:2] for line in found.stdout.splitlines() if "gauss-newton" in line]
+    assert names == [["gauss-newton", "sm-kfi"], ["gauss-newton", "ea-cg"]] * 2
+
+
+def test_a_long_name_goes_on_in_the_next_line_and_numbers_stay_whole(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "44")
+    table({"Solver": "name", "Seconds": "right"}, [["ea-cg[max_iter=20,tol=1e-10]", "12.3 ± 0.4 ms"]])
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert " ea-cg[max_iter=20,   12.3 ± 0.4 ms" in lines
+    assert " tol=1e-10]" in lines
+    monkeypatch.setenv("COLUMNS", "20")
+    table({"Solver": "name", "Seconds": "right"}, [["ea-cg[max_iter=20,tol=1e-10]", "12.3 ± 0.4 ms"]])
+    assert "12.3 ± 0.4 ms" in capsys.readouterr().out
 
 
 def test_plan_prints_json(tmp_path):

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 from click.testing import CliRunner
 
 from curvlab.cli import main
+from curvlab.cli.train import COLUMNS, _render
 from curvlab.studies.checkpoint import read_checkpoint
 from curvlab.studies.setup import Setup
 from curvlab.studies.train import TrainPlan, train
@@ -42,6 +46,22 @@ def test_the_table_fits_80_columns_and_says_where_the_run_is(tmp_path, monkeypat
     assert str(tmp_path) in result.stderr
 
 
+def test_the_table_has_the_units_and_the_style_of_the_other_commands(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    head, rule, *rows = run("--epochs", "1", "-o", str(tmp_path)).stdout.strip().splitlines()
+    assert re.split(" {2,}", head.strip()) == [*COLUMNS, "Status"]
+    assert set(rule.strip()) == {"─"}
+    assert [row.split()[0] for row in rows[:2]] == ["0", "1"]
+    assert rows[1].split()[-2:] == ["kB", "ok"]
+
+
+def test_a_tiny_and_a_huge_loss_are_shown_with_their_digits(capsys):
+    names = ("train_loss", "test_loss", "test_accuracy", "peak_bytes", "seconds")
+    row = dict.fromkeys(names, float("nan")) | {"epoch": 1, "status": "ok", "seconds": 12345.6}
+    _render(pd.DataFrame([row | {"train_loss": 1.234e-7, "test_loss": 9.87e12}]), Path(), False, False)
+    assert capsys.readouterr().out.split()[-6:] == ["12345.6", "1.23e-07", "9.87e+12", "–", "–", "ok"]
+
+
 def test_quiet_prints_nothing(tmp_path):
     assert run("--epochs", "0", "--quiet", "-o", str(tmp_path)).output == ""
 
@@ -51,7 +71,7 @@ def test_without_a_folder_the_same_command_finds_its_run_again(tmp_path, monkeyp
     run("--epochs", "1", "--quiet")
     run("--epochs", "1", "--quiet")
     run("--epochs", "1", "--quiet", "--lr", "0.3")
-    assert len(list((tmp_path / "curvlab-runs").iterdir())) == 2
+    assert len(list((tmp_path / "runs" / "train").iterdir())) == 2
 
 
 def test_a_diverged_run_says_so_and_exits_with_1(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from pathlib import Path
@@ -11,7 +12,9 @@ import click
 
 from curvlab.cli.console import (
     bytes_text,
+    loss_text,
     paragraph,
+    percent_text,
     print_json,
     progress_bar,
     records,
@@ -187,12 +190,12 @@ def show_comparison(compared: Comparison) -> None:
     from curvlab.report import recommend
 
     numbers = dict.fromkeys(("Error", "Time", "Peak", "cos"), "right")
-    columns = {"Provider": "fold", "Solver": "fold"} | numbers
+    columns = {"Provider": "name", "Solver": "name"} | numbers
     table(columns, [_cells_row(cell) for cell in compared.cells.to_dict("records")])
     if not compared.convergence.empty:
         last = compared.convergence.groupby("optimizer", sort=False).tail(1)
         names = ("Epochs", "Seconds", "Train loss", "Test loss", "Accuracy")
-        wanted = {"Optimizer": "fold"} | dict.fromkeys(names, "right")
+        wanted = {"Optimizer": "name"} | dict.fromkeys(names, "right")
         table(wanted, [_convergence_row(row) for row in last.to_dict("records")])
     for warning in compared.warnings:
         paragraph(f"Note: {warning}")
@@ -205,23 +208,19 @@ def _cells_row(cell: dict[Any, Any]) -> list[str]:
     return [
         cell["provider"],
         cell["solver"],
-        _number(cell["error_relative"], "{:.2%}"),
+        percent_text(cell["error_relative"], places=2),
         seconds_text(cell["total_seconds"], cell["total_iqr"]) if cell["status"] == "ok" else cell["status"],
         bytes_text(cell["peak_bytes"]),
-        _number(cell["cosine"], "{:.3f}"),
+        "–" if math.isnan(cell["cosine"]) else f"{cell['cosine']:.3f}",
     ]
 
 
 def _convergence_row(row: dict[Any, Any]) -> list[str]:
-    losses = [_number(row[name], "{:.4f}") for name in ("train_loss", "test_loss")]
     return [
         row["optimizer"],
         f"{row['epoch']:.0f}",
         f"{row['seconds']:.2f}",
-        *losses,
-        _number(row["test_accuracy"], "{:.1%}"),
+        loss_text(row["train_loss"]),
+        loss_text(row["test_loss"]),
+        percent_text(row["test_accuracy"]),
     ]
-
-
-def _number(value: float, form: str) -> str:
-    return form.format(value) if value == value else "–"

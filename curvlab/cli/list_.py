@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from curvlab.architectures import architectures
-from curvlab.cli.console import print_json, table
+from curvlab.cli.console import broken, print_json, table
 from curvlab.data import datasets
 from curvlab.names import criteria
 from curvlab.providers.registry import providers
@@ -34,6 +34,7 @@ def _registries() -> dict[str, Registry[Any]]:
 
 
 KINDS = ("providers", "solvers", "criteria", "architectures", "datasets", "optimizers", "executors", "pairs")
+FIELD_WIDTH = 30
 
 
 @click.command("list")
@@ -58,9 +59,9 @@ def command(kind: str | None, as_json: bool) -> None:
         print_json({name: [_record(row) for row in rows] for name, rows in chosen.items()} | {"pairs": pairs})
         return
     for name, listed in chosen.items():
-        cells = [[row.name, "\n".join(map(str, row.fields)) or "–", _about(row)] for row in listed]
+        cells = [[row.name, _fields(row), _about(row)] for row in listed]
         table(
-            {"Name": "left", "Fields and defaults": "fold", "What it is": "fold"},
+            {"Name": "left", "Fields and defaults": "left", "What it is": "fold"},
             cells,
             title=name.capitalize(),
         )
@@ -70,7 +71,11 @@ def command(kind: str | None, as_json: bool) -> None:
             [name, *("yes" if takes.get(solver) else "–" for solver in names)]
             for name, takes in pairs.items()
         ]
-        table({"Provider": "fold"} | dict.fromkeys(names, "left"), rows, title="Pairs that exist")
+        table({"Provider": "name"} | dict.fromkeys(names, "left"), rows, title="Pairs that exist")
+
+
+def _fields(row: Row) -> str:
+    return "\n".join(broken(str(field), FIELD_WIDTH) for field in row.fields) or "–"
 
 
 def _about(row: Row) -> str:

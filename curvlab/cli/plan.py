@@ -15,6 +15,11 @@ from curvlab.studies.plan import FORMS, bytes_of, run_plan
 
 __all__ = ["command"]
 
+TITLES = {
+    "sample-space": "In the sample-space form, which curvlab runs",
+    "textbook": "In the textbook's form",
+}
+
 
 @click.command("plan")
 @grid_options
@@ -83,16 +88,12 @@ def _executor(cells: int) -> str:
 
 
 def _show(frame: pd.DataFrame, limit: int | None) -> None:
-    columns = {
-        "Provider": "fold",
-        "Solver": "fold",
-        "Form": "left",
-        "Peak": "right",
-        "Held": "right",
-        "Operations": "right",
-    }
+    names = {"Provider": "name", "Solver": "name"}
+    numbers = dict.fromkeys(("Peak", "Held", "Operations"), "right")
     answer = {"Fits": "left"} if limit is not None else {}
-    table(columns | answer, [_row(row, limit) for row in frame.to_dict("records")])
+    for form in frame["form"].unique():
+        rows = [_row(row, limit) for row in frame[frame["form"] == form].to_dict("records")]
+        table(names | numbers | answer, rows, title=TITLES[form])
     skipped = frame[frame["status"] == "skipped"]
     for message in dict.fromkeys(skipped["message"]):
         paragraph(f"Left out: {message}")
@@ -104,9 +105,9 @@ def _show(frame: pd.DataFrame, limit: int | None) -> None:
 
 
 def _row(row: dict[Any, Any], limit: int | None) -> list[str]:
-    answer = [] if limit is None else [{True: "fits", False: "does not fit"}.get(row["fits"], row["status"])]
+    answer = [] if limit is None else [{True: "yes", False: "no"}.get(row["fits"], row["status"])]
     numbers = [bytes_text(row["peak_bytes"]), bytes_text(row["held_bytes"]), _operations(row["flops"])]
-    return [row["provider"], row["solver"], row["form"], *numbers, *answer]
+    return [row["provider"], row["solver"], *numbers, *answer]
 
 
 def _operations(count: float) -> str:

@@ -17,6 +17,7 @@ import click
 import pandas as pd
 
 from curvlab import specs
+from curvlab.cli.console import bytes_text, loss_text, percent_text, table
 from curvlab.cli.options import make_setup, setup_options
 from curvlab.distributed.launch import launched
 from curvlab.exceptions import SpecError
@@ -26,15 +27,8 @@ from curvlab.studies.train import Progress, TrainPlan, train
 __all__ = ["command"]
 
 INTERRUPTED = 130
-SHOWN = {
-    "epoch": "{}",
-    "seconds": "{:.1f}",
-    "train_loss": "{:.4f}",
-    "test_loss": "{:.4f}",
-    "test_accuracy": "{:.1%}",
-    "peak_bytes": "{:,.0f}",
-    "status": "{}",
-}
+DEFAULT_FOLDER = Path("runs/train")
+COLUMNS = dict.fromkeys(("Epoch", "Seconds", "Train loss", "Test loss", "Accuracy", "Peak"), "right")
 
 
 @click.command("train")
@@ -50,7 +44,7 @@ SHOWN = {
 @click.option("--epochs", type=click.IntRange(min=0), default=10, show_default=True, metavar="N",
               help="Passes over the training set; a larger number continues a finished run.")  # fmt: skip
 @click.option("-o", "--output", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
-              help="Folder of the run.  [default: curvlab-runs/<optimizer>-<hash of the plan>]")  # fmt: skip
+              help="Folder of the run.  [default: runs/train/<optimizer>-<hash of the plan>]")  # fmt: skip
 @click.option("--checkpoint-seconds", type=click.FloatRange(min=0), default=60.0, show_default=True,
               metavar="X", help="Checkpoint this often, and after every epoch.")  # fmt: skip
 @click.option("--fresh", is_flag=True, help="Begin anew instead of resuming the run in the folder.")
@@ -86,7 +80,7 @@ def command(
     """
     given = {name: options.pop(name) for name in ("provider", "solver", "lr", "alpha")}
     plan = TrainPlan(make_setup(options, batch=100), _optimizer(optimizer, given), epochs, lr_schedule)
-    folder = output or Path("curvlab-runs") / f"{_slug(plan)}-{plan.key[:8]}"
+    folder = output or DEFAULT_FOLDER / f"{_slug(plan)}-{plan.key[:8]}"
     with launched(plan.setup.device) as launch:
         bar = launch.leads and not quiet and not as_json and sys.stderr.isatty()
         with _stopping() as stop, _progress(bar, epochs) as show:
@@ -164,7 +158,8 @@ def _progress(visible: bool, epochs: int) -> Iterator[Any]:
     from rich.progress import Progress as Bar
 
     text = TextColumn("epoch {task.fields[epoch]}/{task.fields[epochs]}  {task.fields[state]}")
-    with Bar(text, BarColumn(bar_width=None), TimeRemainingColumn(), console=Console(stderr=True)) as bar:
+    columns = (text, BarColumn(bar_width=None), TimeRemainingColumn())
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("train", total=None, epoch=0, epochs=epochs, state="")
 
         def show(p: Progress) -> None:
@@ -180,17 +175,19 @@ def _render(frame: pd.DataFrame, folder: Path, quiet: bool, as_json: bool) -> No
         rows = json.loads(frame.to_json(orient="records"))
         click.echo(json.dumps({"folder": str(folder), "rows": rows}))
     elif not quiet:
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table("epoch", "seconds", "train loss", "test loss", "accuracy", "peak bytes", "status")
-        for row in frame.to_dict("records"):
-            table.add_row(*(_cell(row[column], form) for column, form in SHOWN.items()))
-        Console().print(table)
+        table(COLUMNS | {"Status": "left"}, [_row(row) for row in frame.to_dict("records")])
 
 
-def _cell(value: Any, form: str) -> str:
-    return "" if pd.isna(value) else form.format(value)
+def _row(row: dict[Any, Any]) -> list[str]:
+    return [
+        f"{row['epoch']}",
+        f"{row['seconds']:.1f}",
+        loss_text(row["train_loss"]),
+        loss_text(row["test_loss"]),
+        percent_text(row["test_accuracy"]),
+        bytes_text(row["peak_bytes"]),
+        row["status"],
+    ]
 
 
 def _finish(frame: pd.DataFrame, plan: TrainPlan, folder: Path, quiet: bool) -> None:
