@@ -21,6 +21,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from curvlab import specs
 from curvlab.activations import by_name, module_of
 from curvlab.device import readable
 from curvlab.exceptions import SpecError
@@ -158,6 +159,9 @@ def architecture(spec: str | FCNN) -> FCNN:
     """
     if isinstance(spec, str) and re.fullmatch(r"[\d-]+", spec.strip()):
         return FCNN(widths=_parse_widths(spec.strip()))
+    if isinstance(spec, str) and (name := specs.parse(spec).name) not in architectures.names():
+        known = specs.unknown("architecture", name, architectures.names())
+        raise SpecError(f"{known} Widths joined by dashes, such as 64-32-10, are an architecture too.")
     return architectures.make(spec)
 
 

@@ -10,16 +10,19 @@ from __future__ import annotations
 __all__ = [
     "CurvlabError",
     "DataError",
+    "DataFolderError",
     "ExecutorError",
     "MatrixFreeError",
     "NoRowsError",
     "PairError",
     "ProblemError",
     "RankError",
+    "ResultsFolderError",
     "SolveError",
     "SpecError",
     "StaleError",
     "StoreError",
+    "UserCodeError",
 ]
 
 
@@ -59,8 +62,20 @@ class DataError(CurvlabError, RuntimeError):
     """A data set that is missing, truncated or corrupt: names the file and what to do."""
 
 
+class DataFolderError(DataError):
+    """A data folder that was named and does not hold the data: says what it should hold."""
+
+
 class StoreError(CurvlabError, RuntimeError):
     """A results store that cannot be read or written: names the file and the line."""
+
+
+class ResultsFolderError(StoreError):
+    """A results folder that was named and holds no results, or cannot be written to: name another."""
+
+
+class UserCodeError(CurvlabError, RuntimeError):
+    """A function of the user's own that raised: names it, the error, and how to see the traceback."""
 
 
 class RankError(CurvlabError, RuntimeError):

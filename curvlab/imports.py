@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from curvlab.exceptions import SpecError
+from curvlab.exceptions import SpecError, UserCodeError
 
-__all__ = ["is_address", "load"]
+__all__ = ["call", "is_address", "load"]
 
 
 def is_address(text: str) -> bool:
@@ -48,3 +49,20 @@ def load(address: str, what: str) -> Any:
             known = ", ".join(name for name in dir(found) if not name.startswith("_"))
             raise SpecError(f"{what} `{address}`: {module_name} has no `{part}`; it has {known}") from None
     return found
+
+
+def call(function: Callable[[], Any], address: str, what: str) -> Any:
+    """What the user's function at `address` returns; what it raises is said in a sentence.
+
+    >>> call(dict, "builtins:dict", "data")
+    {}
+    """
+    try:
+        return function()
+    except Exception as error:
+        module_name, _, attribute = address.partition(":")
+        reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise UserCodeError(
+            f"{what} `{address}` raised {reason}. Correct the function; to see its full traceback: "
+            f'python -c "import {module_name}; {module_name}.{attribute}()"'
+        ) from error

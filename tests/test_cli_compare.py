@@ -138,6 +138,7 @@ def test_a_failed_cell_gives_exit_code_1_and_its_reason(folder, monkeypatch):
         (["-s", "cg[max_iter=-1]"], "must not be negative"),
         (["--arch", "20-10-3"], "20"),
         (["--arch", "digits-fcn"], "Did you mean `digits-fcnn`"),
+        (["--arch", "64-foo-10"], "Widths joined by dashes, such as 64-32-10, are an architecture too"),
         (["--data", "digit"], "Did you mean `digits`"),
         (["--criterion", "crossentropy"], "Did you mean `cross-entropy`"),
         (["--alpha", "0"], "must be in (0, 1]"),
@@ -190,10 +191,78 @@ def test_an_unwritable_folder_is_said_before_anything_is_measured(tmp_path):
     assert "cannot write to the folder" in found.stderr
 
 
-def test_a_folder_without_results_is_said():
-    found = call("report", Path(__file__).parent)
-    assert found.exit_code == 1
-    assert "no results at" in found.stderr
+def test_a_folder_without_results_is_a_usage_error(tmp_path):
+    for arguments in (["report", tmp_path], ["merge", tmp_path, "-o", tmp_path / "out"]):
+        found = call(*arguments)
+        assert found.exit_code == 2
+        assert f"no results at {tmp_path}" in found.stderr
+
+
+def test_a_training_run_is_no_comparison_to_report_which_is_a_usage_error(tmp_path):
+    call("train", *TINY, "--epochs", "0", "--quiet", "-o", tmp_path)
+    found = call("report", tmp_path)
+    assert found.exit_code == 2
+    assert "holds no comparison; name a folder that `curvlab compare` has written" in found.stderr
+
+
+@pytest.mark.parametrize("command", ["compare", "train"])
+def test_a_data_folder_that_is_not_there_is_a_usage_error(command, tmp_path):
+    data = ["--data", "image-folder", "--data-dir", tmp_path / "no"]
+    found = call(command, "--arch", "6-3", *data, "-o", tmp_path / "out")
+    assert found.exit_code == 2, found.output
+    assert f"{tmp_path / 'no'}: no such folder; --data-dir names an existing folder" in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        ("compare", "--model"),
+        ("train", "--model"),
+        ("plan", "--model"),
+        ("compare", "--data"),
+        ("plan", "--data"),
+    ],
+)
+def test_a_function_of_the_user_s_that_raises_is_a_sentence_and_exit_code_1(
+    command, option, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "broken_study", raising=False)
+    Path("broken_study.py").write_text("def build():\n    raise KeyError('width')\n")
+    place = [] if command == "plan" else ["-o", "out"]
+    found = call(command, *TINY, option, "broken_study:build", *place)
+    assert found.exit_code == 1, found.output
+    assert "Traceback" not in found.output
+    assert found.stderr.count("raised KeyError: 'width'. Correct the function") == 1
+    assert f"{option.strip('-')} `broken_study:build`" in found.stderr
+    assert 'python -c "import broken_study; broken_study.build()"' in found.stderr
+
+
+def test_a_damaged_line_of_a_store_is_one_plain_line_on_standard_error(first, folder, tmp_path):
+    lines = (folder / "run" / "results.jsonl").read_text()
+    (tmp_path / "results.jsonl").write_text(lines + '{"torn')
+    found = call("report", tmp_path)
+    assert found.exit_code == 0, found.output
+    path = tmp_path / "results.jsonl"
+    number = lines.count("\n") + 1
+    assert found.stderr == f"Warning: {path}, line {number}: torn, it has no end; set aside\n"
+
+
+def test_merge_names_the_folder_whose_rows_are_not_in_the_report(first, folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    call("train", *TINY, "--epochs", "1", "--quiet", "-o", "trained")
+    call("compare", *TINY, "--seed", "7", "-p", "fisher", "-s", "kfi", "-r", "1", "-o", "seven", "--quiet")
+    found = call("merge", "trained", folder / "run", "seven", "-o", "all")
+    assert found.exit_code == 0, found.output
+    assert "2 rows of trained belong to no comparison" in found.stdout
+    assert "4 rows of seven are of another problem or environment than" in found.stdout
+    assert f"the comparison that {folder / 'run'} shows" in found.stdout
+    assert "See them with: curvlab report seven" in found.stdout
+    assert f"rows of {folder / 'run'}" not in found.stdout
+    assert call("report", "all", "--quiet").exit_code == 0
+    alone = call("merge", "trained", "-o", "none")
+    assert "Render it with" not in alone.stdout
 
 
 FULL_DISK = """
@@ -344,3 +413,12 @@ def test_models_data_and_criteria_of_the_user_s_own_are_compared(tmp_path, monke
     assert call(*arguments, "--quiet").exit_code == 0
     assert Path("out/results.jsonl").read_text() == rows
     assert call(*arguments, "--epochs", "1").exit_code == 2
+
+
+def test_a_conflict_of_a_merge_is_named_by_its_optimizer_too(tmp_path):
+    for seconds, name in enumerate(("one", "two")):
+        row = {"key": "k", "kind": "convergence", "optimizer": "adam", "seconds": seconds}
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "results.jsonl").write_text(json.dumps(row) + "\n")
+    found = call("merge", tmp_path / "one", tmp_path / "two", "-o", tmp_path / "both", "--quiet")
+    assert found.stderr == "conflict: convergence adam was measured twice; the first is kept\n"

@@ -275,10 +275,10 @@ def test_labels_are_short_and_canonical_texts_complete():
 def test_folders_merge_into_one_comparison(tmp_path):
     for name, provider in (("a", "fisher"), ("b", "pch-1")):
         compare(TINY, [provider], ["kfi"], repetitions=1, output=tmp_path / name)
-    merged, others = merge_comparisons([tmp_path / "a", tmp_path / "b"], tmp_path / "c")
+    done = merge_comparisons([tmp_path / "a", tmp_path / "b"], tmp_path / "c")
     joined = load_comparison(tmp_path / "c")
     assert joined.cells["provider"].tolist() == ["fisher", "pch-1"]
-    assert (merged.added, others) == (7, 0)
+    assert (done.merged.added, done.others, done.apart) == (7, {}, {})
     assert len(Store(tmp_path / "a")) == 4
 
 

@@ -99,6 +99,13 @@ def test_mistakes_are_one_sentence_and_exit_code_2(words, sentence, tmp_path):
     assert "Traceback" not in result.output
 
 
+def test_a_folder_that_cannot_be_written_to_is_a_mistake(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    result = run("--epochs", "0", "-o", str(tmp_path / "file" / "run"))
+    assert result.exit_code == 2
+    assert f"cannot write to the folder {tmp_path / 'file' / 'run'}" in result.stderr
+
+
 def test_another_configuration_in_the_folder_is_a_mistake_too(tmp_path):
     run("--epochs", "0", "--quiet", "-o", str(tmp_path))
     result = run("--epochs", "0", "--alpha", "0.1", "-o", str(tmp_path))

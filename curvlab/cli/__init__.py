@@ -12,7 +12,15 @@ from typing import Any
 
 import click
 
-from curvlab.exceptions import CurvlabError, PairError, ProblemError, SpecError
+from curvlab.cli.warnings_ import plain_warnings
+from curvlab.exceptions import (
+    CurvlabError,
+    DataFolderError,
+    PairError,
+    ProblemError,
+    ResultsFolderError,
+    SpecError,
+)
 
 __all__ = ["main"]
 
@@ -25,7 +33,7 @@ COMMANDS = {
     "report": "Render the report of a results folder again.",
     "merge": "Join several results folders into one.",
 }
-USAGE_ERRORS = (SpecError, PairError, ProblemError)
+USAGE_ERRORS = (SpecError, PairError, ProblemError, DataFolderError, ResultsFolderError)
 
 
 class _LazyGroup(click.Group):
@@ -47,7 +55,8 @@ class _LazyGroup(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            with plain_warnings():
+                return super().invoke(ctx)
         except CurvlabError as error:
             click.echo(f"Error: {error}", err=True)
             sys.exit(2 if isinstance(error, USAGE_ERRORS) else 1)

@@ -22,9 +22,10 @@ from curvlab.cli.console import (
     seconds_text,
     table,
 )
-from curvlab.cli.options import check_writable, grid_options, make_settings, output_options, setup_options
+from curvlab.cli.options import grid_options, make_settings, output_options, setup_options
 from curvlab.exceptions import StoreError
 from curvlab.studies.compare import Comparison, Progress, run_comparison
+from curvlab.studies.files import writable_folder
 
 __all__ = ["command", "finish", "show_comparison"]
 
@@ -121,7 +122,7 @@ def command(
       eval "$(_CURVLAB_COMPLETE=bash_source curvlab)"
     """
     settings = make_settings(options)
-    folder = check_writable(output)
+    folder = writable_folder(output)
     try:
         with progress_bar(not quiet, "preparing") as show:
             compared = run_comparison(

@@ -7,8 +7,8 @@ from pathlib import Path
 import click
 
 from curvlab.cli.console import say
-from curvlab.cli.options import check_writable
-from curvlab.studies.merging import merge_comparisons
+from curvlab.studies.files import writable_folder
+from curvlab.studies.merging import MergedComparisons, merge_comparisons
 
 __all__ = ["command"]
 
@@ -31,17 +31,26 @@ def command(folders: tuple[Path, ...], output: Path, quiet: bool) -> None:
       curvlab merge runs/fisher runs/pch -o runs/both
       curvlab report runs/both
     """
-    merged, others = merge_comparisons(folders, check_writable(output))
-    for conflict in merged.conflicts:
-        row = conflict.dropped
-        what = " ".join(str(row[name]) for name in ("kind", "provider", "solver") if row.get(name))
-        say(f"conflict: {what} was measured twice; the first is kept")
-    if quiet:
-        return
-    conflicts = len(merged.conflicts)
+    done = merge_comparisons(folders, writable_folder(output))
+    for conflict in done.merged.conflicts:
+        named = (conflict.dropped.get(name) for name in ("kind", "provider", "solver", "optimizer"))
+        say(f"conflict: {' '.join(filter(None, named))} was measured twice; the first is kept")
+    if not quiet:
+        _show(done, output)
+
+
+def _show(done: MergedComparisons, output: Path) -> None:
+    merged, conflicts = done.merged, len(done.merged.conflicts)
     click.echo(f"{merged.added} rows added, {merged.doubles} were there already, {conflicts} in conflict.")
-    if others:
+    for folder, count in done.others.items():
         click.echo(
-            f"{others} rows are of another problem or environment than {folders[0]}: not in the report."
+            f"{count} rows of {folder} are of another problem or environment than the comparison that "
+            f"{done.shown} shows: kept, and not in the report. See them with: curvlab report {folder}"
         )
-    click.echo(f"Render it with: curvlab report {output}")
+    for folder, count in done.apart.items():
+        click.echo(
+            f"{count} rows of {folder} belong to no comparison (is it a training run?): kept, and not in the "
+            f"report. See what {folder} itself holds, or leave it out"
+        )
+    if done.shown is not None:
+        click.echo(f"Render it with: curvlab report {output}")

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import fields
-from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -16,7 +13,7 @@ from curvlab.studies.settings import Settings
 from curvlab.studies.setup import Setup
 from curvlab.studies.toml import read_toml
 
-__all__ = ["check_writable", "grid_options", "make_settings", "make_setup", "output_options", "setup_options"]
+__all__ = ["grid_options", "make_settings", "make_setup", "output_options", "setup_options"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 FIELDS = ("arch", "activation", "model", "data", "data_dir", "criterion", "batch", "seed", "device", "dtype")
@@ -136,18 +133,3 @@ def _from_file(path: str) -> dict[str, Any]:
             ]
             raise SpecError(f"{path}: `{name}` is {value!r}; expected {expected}")
     return found
-
-
-def check_writable(folder: Path) -> Path:
-    """The folder, made if it is not there; a usage error where nothing can be written to it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(prefix=".write-", dir=folder)
-        os.close(descriptor)
-        Path(name).unlink()
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise SpecError(
-            f"cannot write to the folder {folder}: {reason}. Choose another with -o DIR"
-        ) from error
-    return folder

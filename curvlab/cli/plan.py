@@ -73,10 +73,16 @@ def command(
     elif not quiet:
         _show(frame, limit)
     failed = frame[frame["status"] == "failed"]
-    for row in failed.to_dict("records"):
-        say(f"failed: {row['provider']} + {row['solver']}, {row['form']}: {row['message']}")
+    for message in dict.fromkeys(failed["message"]):
+        say(f"failed: {_cells(failed[failed['message'] == message])}: {message}")
     if len(failed):
         sys.exit(1)
+
+
+def _cells(frame: pd.DataFrame) -> str:
+    first = frame.iloc[0]
+    others = f" and {len(frame) - 1} others" if len(frame) > 1 else ""
+    return f"{first['provider']} + {first['solver']}, {first['form']}{others}"
 
 
 def _executor(cells: int) -> str:

@@ -9,7 +9,6 @@ from pathlib import Path
 import click
 
 from curvlab.cli.console import print_json, progress_bar, say, table
-from curvlab.cli.options import check_writable
 from curvlab.exceptions import SpecError
 from curvlab.reproduce.experiments import experiment_named, experiments
 from curvlab.reproduce.findings import write_findings
@@ -17,6 +16,7 @@ from curvlab.reproduce.grid.search import embedded_study
 from curvlab.reproduce.grid.study import GridStudy, parse_only
 from curvlab.reproduce.run import DEFAULT_OUTPUT, reproduce
 from curvlab.reproduce.subjects import SCALES, Options
+from curvlab.studies.files import writable_folder
 
 __all__ = ["command"]
 
@@ -84,7 +84,7 @@ def command(
         raise SpecError(f"name an experiment, or `{ALL}`; see `curvlab reproduce --list`")
     chosen = list(experiments()) if ALL in names else [experiment_named(name).name for name in names]
     options = Options(scale, seeds, imagenet, data_dir, device, _study(scale, study, only))  # type: ignore[arg-type]
-    folder = check_writable(output or Path(DEFAULT_OUTPUT) / scale)
+    folder = writable_folder(output or Path(DEFAULT_OUTPUT) / scale)
     pages = {}
     try:
         for name in chosen:

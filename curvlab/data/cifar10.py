@@ -25,7 +25,7 @@ from curvlab.data.folders import cache_folder, locked, user_folder
 from curvlab.data.inputs import Interpolation, PixelInputs
 from curvlab.data.source import Source
 from curvlab.data.standardise import Standardisation
-from curvlab.exceptions import DataError, SpecError
+from curvlab.exceptions import DataError, DataFolderError, SpecError
 
 __all__ = ["OFFICIAL", "Cifar10", "Cifar10Enlarged", "Release", "obtain", "read"]
 
@@ -118,7 +118,7 @@ def _inside(named: Path) -> Path:
     for folder in (named, named / FOLDER):
         if any(folder.glob("data_batch_*.bin")):
             return folder
-    raise DataError(
+    raise DataFolderError(
         f"{named}: no data_batch_*.bin there nor in its folder {FOLDER}; --data-dir (or CURVLAB_DATA) names "
         "the folder that cifar-10-binary.tar.gz unpacks to, or its parent. Leave both out to download it"
     )

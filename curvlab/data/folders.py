@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from curvlab.exceptions import DataError
+from curvlab.exceptions import DataError, DataFolderError
 
 try:
     import fcntl
@@ -27,7 +27,7 @@ def user_folder(data_dir: Path | None) -> Path | None:
     folder = data_dir if data_dir is not None else Path(named).expanduser() if named else None
     if folder is not None and not folder.is_dir():
         origin = "--data-dir" if data_dir is not None else "CURVLAB_DATA"
-        raise DataError(f"{folder}: no such folder; {origin} names an existing folder with the data")
+        raise DataFolderError(f"{folder}: no such folder; {origin} names an existing folder with the data")
     return folder
 
 

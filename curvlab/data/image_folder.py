@@ -21,7 +21,7 @@ from curvlab.data.inputs import FileInputs, decode
 from curvlab.data.source import Source
 from curvlab.data.splits import permutation, stratified_split, stratified_subset
 from curvlab.data.standardise import Standardisation
-from curvlab.exceptions import DataError, SpecError
+from curvlab.exceptions import DataFolderError, SpecError
 
 __all__ = ["ImageFolder"]
 
@@ -52,7 +52,7 @@ class ImageFolder(Source):
     def _load(self, seed: int, data_dir: Path | None) -> Dataset:
         root = user_folder(data_dir)
         if root is None:
-            raise DataError(
+            raise DataFolderError(
                 "image-folder: no folder was named; --data-dir (or CURVLAB_DATA) names the folder that holds "
                 "one folder of images for each class"
             )
@@ -79,7 +79,7 @@ class ImageFolder(Source):
     def _drawn(self, names: list[str], seed: int, root: Path) -> tuple[str, ...]:
         wanted = len(names) if self.classes is None else self.classes
         if not 2 <= wanted <= len(names):
-            raise DataError(
+            raise DataFolderError(
                 f"{root}: {len(names)} class folders, {max(wanted, 2)} are needed; name another folder by "
                 "--data-dir, or set classes= to fewer"
             )
@@ -90,7 +90,7 @@ class ImageFolder(Source):
 def _class_names(root: Path) -> list[str]:
     names = sorted(path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
     if names and set(names) <= SPLIT_NAMES:
-        raise DataError(
+        raise DataFolderError(
             f"{root}: its folders {', '.join(names)} look like splits, not classes; name the one that holds "
             f"the class folders, e.g. --data-dir {root / names[0]}"
         )
@@ -103,7 +103,7 @@ def _images(folder: Path) -> list[Path]:
         path for path in folder.iterdir() if path.suffix.lower() in known and not path.name.startswith(".")
     )
     if len(files) < 2:
-        raise DataError(
+        raise DataFolderError(
             f"{folder}: {len(files)} images; a class needs at least two, one to train and one to test: "
             "add images or take the folder away"
         )

@@ -7,12 +7,13 @@ to clean up.
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
-from curvlab.exceptions import StoreError
+from curvlab.exceptions import ResultsFolderError, StoreError
 
 try:
     import fcntl
@@ -31,7 +32,23 @@ else:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
-__all__ = ["append_bytes", "locked", "write_bytes_atomic", "write_text_atomic"]
+__all__ = ["append_bytes", "locked", "writable_folder", "write_bytes_atomic", "write_text_atomic"]
+
+
+def writable_folder(folder: str | Path) -> Path:
+    """The folder, made if it is not there; an error where nothing can be written to it."""
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(prefix=".write-", dir=folder)
+        os.close(descriptor)
+        Path(name).unlink()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ResultsFolderError(
+            f"cannot write to the folder {folder}: {reason}. Choose another with -o DIR"
+        ) from error
+    return folder
 
 
 @contextmanager

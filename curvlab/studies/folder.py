@@ -11,7 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from curvlab.exceptions import StoreError
+from curvlab.exceptions import ResultsFolderError, StoreError
 from curvlab.studies.comparison import Comparison, comparison_from
 from curvlab.studies.files import write_text_atomic
 from curvlab.studies.settings import Settings
@@ -66,7 +66,7 @@ def study_of(folder: Path) -> str:
     store = Store(folder, read_only=True)
     keys = [row["key"] for row in store.rows("study")]
     if not keys:
-        raise StoreError(
+        raise ResultsFolderError(
             f"{store.path} holds no comparison; name a folder that `curvlab compare` has written"
         )
     try:

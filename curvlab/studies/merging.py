@@ -3,38 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from curvlab.studies.folder import load_comparison, study_of, write_frames, write_settings
 from curvlab.studies.store import Merged, Store, merge
 
-__all__ = ["merge_comparisons"]
+__all__ = ["MergedComparisons", "merge_comparisons"]
 
 LISTS = ("providers", "solvers", "baselines")
 
 
-def merge_comparisons(folders: Sequence[str | Path], into: str | Path) -> tuple[Merged, int]:
-    """Join the stores; the new folder shows the first one's study with the choices of all that share it.
+@dataclass(frozen=True)
+class MergedComparisons:
+    """What a merge did, the folder whose comparison shows in the new one, and the rows that do not show.
 
-    Returns what the merge did, and how many rows belong to other studies: they are kept in the store, and
-    a comparison of their configuration in that folder finds them.
+    `shown` is None where no folder holds a comparison. `others` counts, by folder, rows of another problem
+    or environment than the one shown; `apart` rows of folders that hold no comparison, training runs say.
     """
-    into = Path(into)
-    done = merge(folders, into)
+
+    merged: Merged
+    shown: Path | None
+    others: dict[Path, int]
+    apart: dict[Path, int]
+
+
+def merge_comparisons(folders: Sequence[str | Path], into: str | Path) -> MergedComparisons:
+    """Join the stores; the new folder shows the first comparison with the choices of all that share it.
+
+    Rows that belong to other studies are kept in the store, and a comparison of their configuration in that
+    folder finds them.
+    """
+    into, paths = Path(into), [Path(folder) for folder in folders]
+    done = merge(paths, into)
     # What a study is, is the same in both; when and with which commit it began need not be.
     done = replace(done, conflicts=[c for c in done.conflicts if c.kept.get("kind") != "study"])
-    rows = Store(into).rows()
-    studies = {row["key"]: row for row in rows if row.get("kind") == "study"}
-    if not studies:
-        return done, 0
-    compared = [folder for folder in folders if Store(folder, read_only=True).rows("study")]
+    held = {path: Store(path, read_only=True).rows() for path in paths}
+    compared = [path for path, rows in held.items() if any(row.get("kind") == "study" for row in rows)]
+    apart = {path: len(rows) for path, rows in held.items() if path not in compared}
+    if not compared:
+        return MergedComparisons(done, None, {}, apart)
+    first = _show(compared, into)
+    counts = {path: sum(row.get("study") != first for row in held[path]) for path in compared}
+    return MergedComparisons(done, compared[0], {path: n for path, n in counts.items() if n}, apart)
+
+
+def _show(compared: Sequence[Path], into: Path) -> str:
+    """Write what the new folder shows, the first folder's study; its key."""
+    studies = {row["key"]: row for row in Store(into).rows("study")}
     first = _study(compared[0], studies)
     configs = [load_comparison(folder).config for folder in compared if _study(folder, studies) is first]
     write_settings(into, _union(configs), first["environment"], first["key"])
     write_frames(into, load_comparison(into))
-    return done, sum(row.get("study") != first["key"] for row in rows)
+    return str(first["key"])
 
 
 def _study(folder: str | Path, studies: dict[str, dict[str, Any]]) -> dict[str, Any]:

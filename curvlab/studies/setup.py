@@ -107,7 +107,8 @@ class Setup:
             resolved = self if self.arch is not None else self.resolve()
             return resolved._architecture().build(self.seed, dtype=dtype, device=device)
         made = imports.load(self.model, "model")
-        made = made() if not isinstance(made, nn.Module) and callable(made) else made
+        if not isinstance(made, nn.Module) and callable(made):
+            made = imports.call(made, self.model, "model")
         if not isinstance(made, nn.Module):
             raise SpecError(f"model `{self.model}` gave a {type(made).__name__}; expected a torch.nn.Module")
         return made.to(device=device, dtype=dtype)
@@ -127,7 +128,7 @@ class Setup:
             real = targets.is_floating_point()
             return inputs.to(device, dtype), targets.to(device, dtype) if real else targets.to(device)
         made = imports.load(self.data, "data")
-        return made() if callable(made) else made
+        return imports.call(made, self.data, "data") if callable(made) else made
 
     def build_problem(self) -> Problem:
         """The model, the criterion and the batch as a problem."""

@@ -25,7 +25,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from curvlab.exceptions import StoreError
+from curvlab.exceptions import ResultsFolderError, StoreError
 from curvlab.studies.files import append_bytes, locked, write_text_atomic
 
 __all__ = ["Conflict", "Merged", "Problem", "Store", "key_of", "merge", "write_text_atomic"]
@@ -106,13 +106,13 @@ class Store:
 
     def _require(self) -> None:
         if not self.path.is_file():
-            raise StoreError(f"no results at {self.path}; name a folder that a study has written")
+            raise ResultsFolderError(f"no results at {self.path}; name a folder that a study has written")
 
     def _prepare(self) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise StoreError(f"cannot make the folder {self.folder}: {error.strerror}") from error
+            raise ResultsFolderError(f"cannot make the folder {self.folder}: {error.strerror}") from error
         with self._lock():
             append_bytes(self.path, b"")
             self._repair()

@@ -23,7 +23,7 @@ from curvlab import specs
 from curvlab.exceptions import SpecError, StoreError
 from curvlab.measure.environment import environment
 from curvlab.studies.checkpoint import read_checkpoint, write_checkpoint
-from curvlab.studies.files import locked, write_text_atomic
+from curvlab.studies.files import locked, writable_folder, write_text_atomic
 from curvlab.studies.store import Store
 from curvlab.studies.train_plan import TrainPlan
 from curvlab.studies.train_run import TrainRun
@@ -43,13 +43,10 @@ class TrainFolder:
     """The output folder of one plan; opened by one process at a time."""
 
     def __init__(self, path: str | Path, plan: TrainPlan, fresh: bool = False) -> None:
-        self.path, self.plan = Path(path), plan.resolve()
+        self.plan = plan.resolve()
+        self.path = writable_folder(path)
         self.checkpoint = self.path / "checkpoint.safetensors"
         self._config = self.path / "config.toml"
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StoreError(f"cannot make the folder {self.path}: {error.strerror}") from error
         found = self._read_config()
         if fresh and found is not None:
             self._remove_outputs(found)
