@@ -67,3 +67,8 @@ def __getattr__(name: str) -> Any:
     if name in _LATER:
         return getattr(importlib.import_module(_LATER[name]), name)
     raise AttributeError(f"module `curvlab` has no attribute `{name}`")
+
+
+def __dir__() -> list[str]:
+    """The public names, those imported later too: what tab completion offers."""
+    return sorted([*__all__, "__version__"])

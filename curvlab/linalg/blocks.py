@@ -69,6 +69,11 @@ class Block(ABC):
     def nbytes(self) -> int:
         """Bytes held."""
 
+    @property
+    def form(self) -> str:
+        """What the block is held as, in words."""
+        return "matrix-free"
+
     @abstractmethod
     def matmul(self, x: Tensor) -> Tensor:
         """The block times a tensor of the parameter's shape."""
@@ -92,6 +97,10 @@ class Block(ABC):
             )
         return self.matmul(x)
 
+    def __repr__(self) -> str:
+        dtype = str(self.example.dtype).removeprefix("torch.")
+        return f"{type(self).__name__}({self.form}, shape={self.shape}, {dtype}, {self.nbytes:,} bytes)"
+
     @property
     def numel(self) -> int:
         """Number of parameters the block covers."""
@@ -110,7 +119,7 @@ class Block(ABC):
         return torch.linalg.eigvalsh(self.to_dense(max_bytes))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class FactorBlock(Block):
     """A bias block: the factor B itself."""
 
@@ -124,6 +133,10 @@ class FactorBlock(Block):
     @property
     def example(self) -> Tensor:
         return self.factor.example
+
+    @property
+    def form(self) -> str:
+        return self.factor.kind
 
     @property
     def nbytes(self) -> int:
@@ -148,7 +161,7 @@ class FactorBlock(Block):
         return self.factor.eigvalsh()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class KroneckerBlock(Block):
     """A weight block B ⊗ A: X ↦ B X A, with B the output factor and A the input factor.
 
@@ -169,6 +182,10 @@ class KroneckerBlock(Block):
     @property
     def example(self) -> Tensor:
         return self.output.example
+
+    @property
+    def form(self) -> str:
+        return f"{self.output.kind} ⊗ {self.input.kind}"
 
     @property
     def nbytes(self) -> int:
@@ -193,7 +210,7 @@ class KroneckerBlock(Block):
         return torch.outer(self.output.eigvalsh(), self.input.eigvalsh()).flatten().sort().values
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class OperatorBlock(Block):
     """A matrix-free block: a product, with closed forms for what has one.
 

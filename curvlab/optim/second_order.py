@@ -256,6 +256,12 @@ class SecondOrder(torch.optim.Optimizer):
             after = float("inf")
         self._alpha = self.adapt.adapted(self._alpha, before - after, predicted)
 
+    def __repr__(self) -> str:
+        own = {"provider": self._provider, "solver": self._solver, "alpha": self._alpha}
+        lines = "".join(f"    {name}: {value}\n" for name, value in own.items())
+        head, _, groups = super().__repr__().partition("\n")
+        return f"{head}\n{lines}{groups}"
+
     def state_dict(self) -> dict[str, Any]:
         """The groups and buffers as torch gives them; damping, counts and a kept curvature beside them."""
         own = {"alpha": self._alpha, "steps": self._steps, "estimates": self._estimates}
