@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["load", "save", "to_scipy"]
 
 FORMAT = "curvlab-curvature-1"
+EXPECTED = "expected a safetensors file that Curvature.save() has written"
 
 
 def to_scipy(curvature: Curvature) -> LinearOperator:
@@ -76,10 +77,12 @@ def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def load(path: str | PathLike[str]) -> Curvature:
     """Read what `save` wrote."""
-    with safe_open(path, framework="pt") as file:
-        text = (file.metadata() or {}).get("curvlab")
-        header = json.loads(text) if text else {}
-        if header.get("format") != FORMAT:
-            raise ValueError(f"{path} is not a curvature saved by curvlab ({FORMAT})")
-        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = json.loads((file.metadata() or {}).get("curvlab", "{}"))
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    except (SafetensorError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); {EXPECTED}") from error
+    if header.get("format") != FORMAT:
+        raise ValueError(f"{path} is not a curvature saved by curvlab ({FORMAT}); {EXPECTED}")
     return Packed(header, tensors).unpack()

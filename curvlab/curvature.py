@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from html import escape
 from math import nan
 from os import PathLike
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from curvlab.exceptions import MatrixFreeError, StaleError
+from curvlab.described import described
+from curvlab.exceptions import ArgumentError, MatrixFreeError, StaleError
 from curvlab.linalg import Block, Factor, FactorBlock, KroneckerBlock
 from curvlab.linalg.blocks import DENSE_BYTES, check_dense_bytes, dense_from
 from curvlab.linalg.flat import flatten, unflatten
@@ -182,6 +183,12 @@ class Curvature:
         warnings.warn(f"{what}: its blocks are those of the old parameters", StaleWarning, stacklevel=4)
 
     def __matmul__(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if not isinstance(vectors, Mapping):
+            raise ArgumentError(
+                f"`curvature @ x` takes a mapping of parameter names to tensors, such as problem.gradient(); "
+                f"got a {described(vectors)}. For one vector of all parameters, flattened and joined, use "
+                f"curvature.flat_product(x)"
+            )
         blocks = self.blocks
         missing = [name for name in blocks if name not in vectors]
         if missing:
@@ -246,6 +253,18 @@ class Curvature:
 
         return load(path)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What pickles and deep copies hold: the factors, and no versions of the tensors they are from."""
+        if self.live or self.matrix_free or self.full_product is not None:
+            raise MatrixFreeError(
+                f"`{self.provider}` is matrix-free: its products read the model and the batch, so there is "
+                f"no matrix to pickle or copy. Pickle or copy these, and estimate again"
+            )
+        return {entry.name: getattr(self, entry.name) for entry in fields(self)} | {"versions": None}
+
+    def __copy__(self) -> Curvature:
+        return self  # a value: nothing of it can be set
+
     def frame(self) -> pd.DataFrame:
         """One row a block: shape, form, trace, Frobenius norm, extreme eigenvalues where cheap, bytes."""
         import pandas as pd
@@ -270,19 +289,13 @@ def _row(name: str, block: Block) -> dict[str, object]:
     return {
         "block": name,
         "shape": "×".join(map(str, block.shape)),
-        "form": _form(block),
+        "form": block.form,
         "trace": float(block.trace()) if known else nan,
         "frobenius_norm": float(block.frobenius_norm()) if known else nan,
         "smallest_eigenvalue": smallest,
         "largest_eigenvalue": largest,
         "bytes": block.nbytes,
     }
-
-
-def _form(block: Block) -> str:
-    if isinstance(block, KroneckerBlock):
-        return f"{block.output.kind} ⊗ {block.input.kind}"
-    return block.factor.kind if isinstance(block, FactorBlock) else "matrix-free"
 
 
 def _extremes(block: Block) -> tuple[float, float]:

@@ -8,6 +8,7 @@ derives from the built-in that fits, so ordinary `except ValueError` works too.
 from __future__ import annotations
 
 __all__ = [
+    "ArgumentError",
     "CurvlabError",
     "DataError",
     "DataFolderError",
@@ -32,6 +33,10 @@ class CurvlabError(Exception):
 
 class ProblemError(CurvlabError, ValueError):
     """A model, criterion or batch that cannot be analysed: names the layer or argument."""
+
+
+class ArgumentError(CurvlabError, TypeError):
+    """An argument of another kind than is expected: says what was given, and how to call it."""
 
 
 class NoRowsError(ProblemError):

@@ -49,6 +49,16 @@ def test_a_file_is_readable_by_safetensors_alone(tmp_path: Path) -> None:
         assert '"provider": "pch-1"' in file.metadata()["curvlab"]
 
 
+@pytest.mark.parametrize("content", [b"", b"junk" * 20, b"\x02" + 7 * b"\0" + b"{}"])
+def test_a_file_that_is_no_curvature_is_refused_with_its_path_and_what_was_expected(
+    content: bytes, tmp_path: Path
+) -> None:
+    path = tmp_path / "junk.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"junk\.safetensors .*expected a safetensors file that"):
+        curvlab.Curvature.load(path)
+
+
 def test_any_other_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "other.safetensors"
     save_file({"x": torch.ones(2)}, path)

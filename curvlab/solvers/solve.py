@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from curvlab.curvature import Curvature
-from curvlab.exceptions import PairError, SpecError
+from curvlab.described import described
+from curvlab.exceptions import ArgumentError, PairError, SpecError
 from curvlab.solvers.base import Solver
 from curvlab.solvers.by_layers import solve_by_layers
 from curvlab.solvers.by_operator import solve_by_operator
@@ -61,6 +62,7 @@ def solve(
     >>> solution.direction["0.weight"].shape
     torch.Size([3, 4])
     """
+    _check_kinds(solver, curvature, gradient)
     instance = solvers.make(solver)
     name = solver if isinstance(solver, str) else _name(solver)
     chosen = damping_from(alpha, damping)
@@ -85,6 +87,23 @@ def _refuse_ignored(solver: CG, name: str, curvature: Curvature) -> None:
             f"`{name}`: `route` and `formulation` choose how Kronecker factors are used, and on "
             f"`{curvature.provider}` (or with a start or a preconditioner) `cg` uses products only. "
             f"Leave them out"
+        )
+
+
+def _check_kinds(solver: object, curvature: object, gradient: object) -> None:
+    """Refuse arguments that are swapped, or of another kind."""
+    call = 'write solve("ea-cg", curvature, gradient, alpha=0.05)'
+    if isinstance(solver, Curvature):
+        raise ArgumentError(f"solve: the solver comes first, by name or as a solver; got a Curvature: {call}")
+    if not isinstance(curvature, Curvature):
+        raise ArgumentError(
+            f"solve: the second argument is a {described(curvature)}; expected a Curvature, which estimate() "
+            f"gives: {call}"
+        )
+    if not isinstance(gradient, Mapping):
+        raise ArgumentError(
+            f"solve: the gradient is a {described(gradient)}; expected a mapping of parameter names to "
+            f"tensors, such as problem.gradient(): {call}"
         )
 
 
