@@ -186,6 +186,10 @@ class Problem:
         losses, weights = (torch.stack(column) for column in zip(*means, strict=True))
         return losses @ (weights / weights.sum())
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What pickles and copies hold: the model, the criterion and the data, which are recorded again."""
+        return {**self.__dict__, "_recording": None, "joint": None}
+
     def __repr__(self) -> str:
         chain = self.network.chain
         layers = (self.network if chain is None else chain).layers

@@ -59,6 +59,10 @@ class Versions:
         """Note the present versions."""
         return cls(tuple((name, weakref.ref(t), Stamp.of(t)) for name, t in tensors.items()))
 
+    def __reduce__(self) -> tuple[type[Versions], tuple[tuple[()]]]:
+        """A pickled or deep copy has tensors of its own and nothing to compare with: it is never stale."""
+        return Versions, ((),)
+
     def changed(self) -> list[str]:
         """Names of the tensors that were changed in place, or given other storage, since."""
         return [

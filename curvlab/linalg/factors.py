@@ -95,6 +95,14 @@ class Factor(ABC):
         tensors: dict[str, Any] = {name: function(value) for name, value in self.tensors().items()}
         return type(self)(**tensors)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles hold: the tensors, and nothing that was computed from them."""
+        return {**self.tensors(), "_memo": {}}
+
+    def __repr__(self) -> str:
+        dtype = str(self.example.dtype).removeprefix("torch.")
+        return f"{type(self).__name__}({self.size} × {self.size}, rank ≤ {self.rank_bound}, {dtype})"
+
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors that define the factor."""
@@ -106,7 +114,7 @@ class Factor(ABC):
         return next(iter(self.tensors().values()))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class DenseFactor(Factor):
     """A symmetric matrix as it is.
 
@@ -147,7 +155,7 @@ class DenseFactor(Factor):
         return self.remember("eigvalsh", lambda: torch.linalg.eigvalsh(self.matrix))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class GramFactor(Factor):
     """F = Hᵀ diag(c) H, with `rows` = H (m × n) and `root` = √c (m).
 
@@ -231,7 +239,7 @@ class GramFactor(Factor):
         return torch.cat([nonzero.new_zeros(self.size - len(nonzero)), nonzero]).sort().values
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class RankOneFactor(Factor):
     """F = v vᵀ.
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from html import escape
 from typing import TYPE_CHECKING
 
 import torch
@@ -57,6 +58,9 @@ class Direction(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def __repr__(self) -> str:
+        return f"Direction({', '.join(f'{name}: {tuple(e.shape)}' for name, e in self._entries.items())})"
 
     def factored(self, name: str) -> Matrix:
         """The entry as it is held: a tensor, or what forms one."""
@@ -254,3 +258,6 @@ class Solution:
         return (
             f"Solution({self.solver} on {self.provider}, damping={self.damping}, {len(self.blocks)} blocks)"
         )
+
+    def _repr_html_(self) -> str:
+        return f"<p>{escape(repr(self))}</p>{self.frame().to_html(index=False)}"
