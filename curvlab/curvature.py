@@ -260,6 +260,7 @@ class Curvature:
                 f"`{self.provider}` is matrix-free: its products read the model and the batch, so there is "
                 f"no matrix to pickle or copy. Pickle or copy these, and estimate again"
             )
+        self.check_fresh()
         return {entry.name: getattr(self, entry.name) for entry in fields(self)} | {"versions": None}
 
     def __copy__(self) -> Curvature:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from curvlab import device
+from curvlab.exceptions import StaleError
 
 __all__ = ["Stamp", "Versions"]
 
@@ -60,7 +61,15 @@ class Versions:
         return cls(tuple((name, weakref.ref(t), Stamp.of(t)) for name, t in tensors.items()))
 
     def __reduce__(self) -> tuple[type[Versions], tuple[tuple[()]]]:
-        """A pickled or deep copy has tensors of its own and nothing to compare with: it is never stale."""
+        """A pickled or deep copy has tensors of its own and nothing to compare with: it is never stale.
+
+        So what is stale already cannot be copied: the copy would not know.
+        """
+        if changed := self.changed():
+            raise StaleError(
+                f"{', '.join(changed)}: what these refer to was changed in place, so a copy or pickle would "
+                f"be of something else. Copy before the change, or compute again"
+            )
         return Versions, ((),)
 
     def changed(self) -> list[str]:

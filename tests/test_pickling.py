@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import curvlab
-from curvlab.exceptions import MatrixFreeError
+from curvlab.exceptions import MatrixFreeError, StaleError
 from curvlab.linalg import GramFactor
 from tests.cases import Case
 from tests.test_streaming import split
@@ -92,6 +92,22 @@ def test_a_copy_is_never_stale_where_the_original_is(way: Way) -> None:
         assert torch.equal(copies[0].to_dense(), matrix)
     for name, step in expected.items():
         assert torch.equal(copies[1].direction[name], step)
+
+
+@WAYS
+def test_what_is_stale_already_is_not_copied_as_if_it_were_fresh(way: Way) -> None:
+    inputs, targets = torch.randn(9, 4), torch.arange(9) % 2
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
+    problem = curvlab.Problem(model, "cross-entropy", inputs, targets)
+    curvature, gradient = curvlab.estimate("pch-1", problem), dict(problem.gradient())
+    solution = curvlab.solve("ea-cg", curvature, gradient, alpha=0.1)
+    for entry in gradient.values():
+        entry.zero_()
+    with pytest.raises(StaleError, match="changed in place"):
+        way(solution)
+    inputs.zero_()
+    with pytest.raises(StaleError, match="the inputs changed"):
+        way(curvature)
 
 
 @WAYS
