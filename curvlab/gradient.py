@@ -6,7 +6,7 @@ batch, with weights c that sum to one): ∇_W = Sᵀ diag(c) H and ∇_b = Sᵀ 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from curvlab.linalg import GramFactor
 from curvlab.recording import LayerRecord, Recording
+from curvlab.unformed import Unformed
 
 __all__ = ["Gradient", "GradientMean", "RowGradient", "gradient_of", "mean_gradient"]
 
@@ -39,34 +40,15 @@ class RowGradient:
         return (self.gradients.gram * self.inputs.gram).sum().clamp(min=0)
 
 
-class Gradient(Mapping[str, Tensor]):
+class Gradient(Unformed[Tensor | RowGradient]):
     """{parameter name: E[gradient]}; a weight's entry is formed each time it is read.
 
     Keep a tensor you need twice; `factored(name)` gives the entry as it is held.
     """
 
-    def __init__(self, entries: Mapping[str, Tensor | RowGradient]) -> None:
-        self._entries = dict(entries)
-
-    def __getitem__(self, name: str) -> Tensor:
-        entry = self._entries[name]
+    @staticmethod
+    def _form(entry: Tensor | RowGradient) -> Tensor:
         return entry.form() if isinstance(entry, RowGradient) else entry
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._entries  # a Mapping's own would form the entry to find out
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __repr__(self) -> str:
-        return f"Gradient({', '.join(f'{n}: {tuple(e.shape)}' for n, e in self._entries.items())})"
-
-    def factored(self, name: str) -> Tensor | RowGradient:
-        """The entry as it is held: a tensor, or the factors of one."""
-        return self._entries[name]
 
     def norm(self) -> Tensor:
         """‖E[∇ξ]‖ over all parameters, with no weight gradient formed."""

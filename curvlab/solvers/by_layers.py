@@ -19,8 +19,9 @@ from curvlab.linalg import Matrix
 from curvlab.linalg.inverse import NotFiniteError, NotPositiveDefiniteError
 from curvlab.solvers.base import LayerDirection, LayerGradient, Solver
 from curvlab.solvers.damping import Damping
+from curvlab.solvers.direction import Direction
 from curvlab.solvers.measures import BiasMeasures, WeightMeasures
-from curvlab.solvers.solution import BlockSolution, Direction, Solution
+from curvlab.solvers.solution import BlockSolution, Solution
 from curvlab.versions import Versions
 
 if TYPE_CHECKING:

@@ -13,9 +13,10 @@ from curvlab.curvature import Curvature
 from curvlab.exceptions import SolveError
 from curvlab.solvers.conjugate_gradients import CG
 from curvlab.solvers.damping import Damping
+from curvlab.solvers.direction import Direction
 from curvlab.solvers.measures import OperatorMeasures
 from curvlab.solvers.operator_cg import BlockResult, Preconditioner, jacobi, solve_blocks
-from curvlab.solvers.solution import BlockSolution, Direction, Solution
+from curvlab.solvers.solution import BlockSolution, Solution
 from curvlab.versions import Versions
 
 __all__ = ["solve_by_operator"]

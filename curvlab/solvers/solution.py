@@ -7,21 +7,20 @@ for, from the direction alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from html import escape
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
 from curvlab.exceptions import SolveError
-from curvlab.linalg import Combination, Matrix, RowProduct
 from curvlab.linalg.cg import Outcome
-from curvlab.linalg.product import add_into, checksum, form
+from curvlab.linalg.product import add_into
 from curvlab.network import unwrap
 from curvlab.solvers.damping import Damping
+from curvlab.solvers.direction import Direction
 from curvlab.solvers.measures import Measures
 from curvlab.solvers.pi import Split
 from curvlab.solvers.status import Status
@@ -30,67 +29,7 @@ from curvlab.versions import Versions
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["BlockSolution", "Direction", "Solution"]
-
-
-class Direction(Mapping[str, Tensor]):
-    """{parameter name: step}, to be added to the parameters; formed each time an entry is read.
-
-    A step may refer to the gradient it was solved for, or to the rows of the batch: once these were changed
-    in place, the step is refused.
-    """
-
-    def __init__(self, entries: Mapping[str, Matrix]) -> None:
-        self._entries = dict(entries)
-        referred = {name: _referred(entry) for name, entry in self._entries.items()}
-        self._referred = Versions.of(
-            {name: tensor for name, tensor in referred.items() if tensor is not None}
-        )
-
-    def __getitem__(self, name: str) -> Tensor:
-        return form(self.factored(name))
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._entries  # a Mapping's own would form the entry to find out
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __repr__(self) -> str:
-        return f"Direction({', '.join(f'{name}: {tuple(e.shape)}' for name, e in self._entries.items())})"
-
-    def factored(self, name: str) -> Matrix:
-        """The entry as it is held: a tensor, or what forms one."""
-        entry = self._entries[name]
-        if name in self._referred.changed():
-            what = f"the gradient of `{name}`" if isinstance(entry, Combination) else "the batch"
-            raise SolveError(
-                f"{what} was changed in place since the solve, and the step of `{name}` refers to it: "
-                f"read or add the step before, or solve for a copy"
-            )
-        return entry
-
-    def sums(self) -> dict[str, Tensor]:
-        """For each parameter a scalar tensor that is finite where its step is (nothing is read).
-
-        A step in factors is finite where they are: the rows were checked when they were recorded, the
-        gradient when it was given.
-        """
-        return {name: checksum(entry) for name, entry in self._entries.items()}
-
-    def finite(self) -> dict[str, Tensor]:
-        """For each parameter a scalar tensor: whether its step is free of NaN and infinity."""
-        return {name: torch.isfinite(total) for name, total in self.sums().items()}
-
-
-def _referred(entry: Matrix) -> Tensor | None:
-    """The tensor that a step has not copied."""
-    if isinstance(entry, Combination):
-        return entry.matrix
-    return entry.gram.rows if isinstance(entry, RowProduct) else None
+__all__ = ["BlockSolution", "Solution"]
 
 
 @dataclass(frozen=True, eq=False)
