@@ -19,7 +19,7 @@ from curvlab.criteria import (
     Tukey,
     criterion_from,
 )
-from curvlab.exceptions import ProblemError
+from curvlab.exceptions import ProblemError, SpecError
 
 K = 4
 
@@ -34,6 +34,15 @@ def reals_of(m: int) -> Tensor:
 
 def log_cosh(logits: Tensor, target: Tensor) -> Tensor:
     return torch.log(torch.cosh(logits - target)).sum()
+
+
+@pytest.mark.parametrize("value", [-1.0, 0.0, math.nan, math.inf])
+@pytest.mark.parametrize(("criterion", "field"), [(Robust, "delta"), (Tukey, "c")])
+def test_a_field_that_must_be_positive_is_refused_at_construction(
+    criterion: type[Criterion], field: str, value: float
+) -> None:
+    with pytest.raises(SpecError, match=f"{field}={value} of `{criterion.name}`: expected .* above 0"):
+        criterion(**{field: value})
 
 
 def test_settings_of_torch_losses_are_kept_as_plain_values() -> None:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from curvlab.device import readable
-from curvlab.exceptions import ProblemError
+from curvlab.exceptions import ProblemError, SpecError
 
-__all__ = ["as_weights", "check_labels", "check_logits", "check_real_targets"]
+__all__ = ["as_weights", "check_labels", "check_logits", "check_positive", "check_real_targets"]
 
 
 def as_weights(value: Tensor | Iterable[float] | float | None, argument: str) -> tuple[float, ...] | None:
@@ -31,6 +31,16 @@ def as_weights(value: Tensor | Iterable[float] | float | None, argument: str) ->
     if not all(math.isfinite(entry) and entry >= 0 for entry in weights):
         raise ProblemError(f"`{argument}` is {weights}; expected finite, non-negative weights")
     return weights
+
+
+def check_positive(criterion: str, **fields: float) -> None:
+    """Raise `SpecError` unless every field is a finite number above zero.
+
+    >>> check_positive("robust", delta=5.0)
+    """
+    for name, value in fields.items():
+        if not 0 < value < math.inf:
+            raise SpecError(f"{name}={value} of `{criterion}`: expected a finite number above 0")
 
 
 def _values(weights: Tensor, argument: str) -> list[float]:

@@ -13,6 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from curvlab.criteria.checks import check_positive
 from curvlab.criteria.separable import SeparableCriterion
 
 __all__ = ["MSE", "Tukey"]
@@ -68,6 +69,9 @@ class Tukey(SeparableCriterion):
     likelihood: ClassVar[bool] = False
 
     c: float = 4.685
+
+    def __post_init__(self) -> None:
+        check_positive(self.name, c=self.c)
 
     def output_losses(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Give ρ, with u = r/c clipped to [-1, 1]."""

@@ -10,6 +10,7 @@ where φ' = -δ φ (1-φ) and φ'' = δ² φ (1-φ) (1-2φ).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,8 +18,9 @@ import torch
 from torch import Tensor
 
 from curvlab.criteria.base import Criterion
-from curvlab.criteria.checks import check_labels, check_logits
+from curvlab.criteria.checks import check_labels, check_logits, check_positive
 from curvlab.criteria.softmax import covariance_products, draw, one_hot, weighted_covariance
+from curvlab.exceptions import SpecError
 
 __all__ = ["Robust"]
 
@@ -37,6 +39,11 @@ class Robust(Criterion):
 
     delta: float = 5.0
     epsilon: float = 0.2
+
+    def __post_init__(self) -> None:
+        check_positive(self.name, delta=self.delta)
+        if not math.isfinite(self.epsilon):
+            raise SpecError(f"epsilon={self.epsilon} of `robust`: expected a finite number")
 
     def check(self, logits: Tensor, targets: Tensor) -> None:
         """Raise `ProblemError` unless targets are class indices (m,)."""
