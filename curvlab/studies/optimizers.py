@@ -6,6 +6,7 @@ A baseline is torch's own. Its gradient is backpropagated from the criterion's c
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from curvlab.criteria import Criterion
 from curvlab.distributed.group import Group
+from curvlab.exceptions import SpecError
 from curvlab.optim import LevenbergMarquardt, SecondOrder
 from curvlab.providers.registry import providers
 from curvlab.recorder import Weightless, row_weights
@@ -29,6 +31,7 @@ __all__ = [
     "OptimizerSpec",
     "SecondOrderSpec",
     "Stepper",
+    "check_rate",
     "optimizers",
 ]
 
@@ -120,7 +123,15 @@ class GradientSteps:
 
 @dataclass(frozen=True)
 class OptimizerSpec(ABC):
-    """An optimizer's configuration."""
+    """An optimizer's configuration; its learning rate is a finite number above zero."""
+
+    def __post_init__(self) -> None:
+        check_rate(self.lr)
+
+    @property
+    @abstractmethod
+    def lr(self) -> float:
+        """The learning rate."""
 
     @abstractmethod
     def build(self, model: nn.Module, criterion: Criterion, group: Group | None = None) -> Stepper:
@@ -233,6 +244,15 @@ class LBFGS(OptimizerSpec):
             line_search_fn="strong_wolfe" if self.line_search else None,
         )
         return GradientSteps(made, model, criterion, group)
+
+
+def check_rate(lr: float) -> None:
+    """Raise `SpecError` unless the learning rate is a finite number above zero: else nothing would train.
+
+    >>> check_rate(0.1)
+    """
+    if not 0 < lr < math.inf:
+        raise SpecError(f"lr={lr}: a learning rate is a finite number above 0, such as 0.1")
 
 
 optimizers: Registry[OptimizerSpec] = Registry("optimizer")

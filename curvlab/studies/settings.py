@@ -31,6 +31,7 @@ from curvlab.solvers.registry import solvers as solver_registry
 from curvlab.studies.errors import DEFAULT_PROVIDERS
 from curvlab.studies.labels import canonical, label
 from curvlab.studies.newton import PARAMETERS
+from curvlab.studies.optimizers import check_rate, optimizers
 from curvlab.studies.setup import Setup
 from curvlab.studies.store import key_of
 
@@ -87,6 +88,10 @@ class Settings:
         ):
             if getattr(self, name) < least:
                 raise SpecError(f"{name}={getattr(self, name)}: use {least} or more")
+        if self.lr is not None:
+            check_rate(self.lr)
+        for name in self.baselines:
+            optimizers.make(name).resolve()
         if self.epochs and not self._trains:
             raise SpecError(
                 f"epochs={self.epochs} needs a data set with a training and a test part; name one "

@@ -59,6 +59,7 @@ class Setup:
             raise SpecError(f"dtype `{self.dtype}` is not known; use one of {', '.join(DTYPES)}")
         if self.batch < 1:
             raise SpecError(f"batch={self.batch}: at least one example is needed")
+        self._check_model()
         data = self.data if imports.is_address(self.data) else datasets.canonical(self.data)
         criterion = (
             self.criterion if imports.is_address(self.criterion) else criteria.canonical(self.criterion)
@@ -66,6 +67,16 @@ class Setup:
         device = str(devices.resolve(self.device))
         arch = None if self.model is not None else architectures.canonical(self._architecture())
         return replace(self, arch=arch, activation=None, data=data, criterion=criterion, device=device)
+
+    def _check_model(self) -> None:
+        """Refuse what would shape a named architecture where the model is the user's own."""
+        given = {"arch": self.arch, "activation": self.activation}
+        ignored = [f"{name}=`{value}`" for name, value in given.items() if value is not None]
+        if self.model is not None and ignored:
+            raise SpecError(
+                f"{' and '.join(ignored)} would change nothing: the model is your own, `{self.model}`. "
+                f"Leave {'it' if len(ignored) == 1 else 'them'} out, or leave out the model"
+            )
 
     def _architecture(self) -> FCNN:
         name = self.arch or FITTING.get(self.data.partition("[")[0], "fcnn")
