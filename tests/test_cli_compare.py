@@ -111,10 +111,53 @@ def test_merge_joins_folders_and_report_shows_both(first, folder):
 
 
 def test_a_skipped_pair_is_no_failure(folder):
-    found = call("compare", *TINY, "-p", "hessian", "-s", "kfi", "-r", "1", "-o", folder / "skipped")
+    pairs = ["-p", "hessian", "-s", "kfi", "-s", "cg", "-r", "1"]
+    found = call("compare", *TINY, *pairs, "-o", folder / "skipped")
     assert found.exit_code == 0, found.output
     assert "skipped" in found.stdout
     assert "matrix-free" in " ".join(found.stdout.split())
+
+
+def test_a_comparison_of_which_every_pair_was_skipped_says_so_and_exits_with_1(folder):
+    found = call("compare", *TINY, "-p", "hessian", "-s", "kfi", "-r", "1", "-o", folder / "all-skipped")
+    assert found.exit_code == 1
+    assert "No pair was measured: every one was skipped or failed." in found.stderr
+    document = json.loads(call("report", folder / "all-skipped", "--json").stdout)
+    assert not document["ok"]
+
+
+def test_one_repetition_shows_no_spread(first):
+    assert " ms" in first.stdout
+    assert "±" not in first.stdout
+
+
+def test_a_finished_comparison_says_that_nothing_was_measured_anew(first, folder):
+    again = call("compare", *TINY, *CELLS, "-o", folder / "run")
+    assert "Nothing was measured anew" in again.stderr
+    assert "Nothing was measured anew" not in first.stderr
+    more = call("compare", *TINY, *CELLS[:-1], "2", "-o", folder / "run")
+    assert "Nothing was measured anew" not in more.stderr
+
+
+def test_a_refused_provider_is_told_of_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    Path("residual_study.py").write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "class Net(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)\n"
+        "    def forward(self, x):\n"
+        "        x = torch.tanh(self.a(x))\n"
+        "        return self.c(x + torch.tanh(self.b(x)))\n"
+        "def batches():\n    return torch.ones(6, 4).cumsum(0), torch.tensor([0, 1, 0, 1, 0, 1])\n"
+    )
+    own = ["--model", "residual_study:Net", "--data", "residual_study:batches"]
+    found = call("compare", *own, "-p", "fisher", "-p", "pch-1", "-s", "kfi", "-r", "1", "-o", "out")
+    assert found.exit_code == 0, found.output
+    assert found.stdout.count("Left out") == 1
 
 
 def test_a_failed_cell_gives_exit_code_1_and_its_reason(folder, monkeypatch):
@@ -146,7 +189,16 @@ def test_a_failed_cell_gives_exit_code_1_and_its_reason(folder, monkeypatch):
         (["--device", "quantum"], "not a torch device"),
         (["-r", "0"], "x>=1"),
         (["--executor", "proces"], "Did you mean `process`"),
-        (["--model", "nowhere.to:be"], "nowhere"),
+        (["--model", "nowhere.to:be"], "arch=`6-4-3` would change nothing: the model is your own"),
+        (["--model", "nowhere.to:be", "--activation", "relu"], "and activation=`relu` would change nothing"),
+        (["--criterion", "robust[delta=-1]"], "delta=-1.0 of `robust`: expected a finite number above 0"),
+        (["--lr", "-1"], "lr=-1.0: a learning rate is a finite number above 0"),
+        (["--lr", "0", "--epochs", "1"], "lr=0.0: a learning rate"),
+        (["--lr", "nan", "--epochs", "1"], "lr=nan: a learning rate"),
+        (["--lr", "inf", "--epochs", "1"], "lr=inf: a learning rate"),
+        (["--baseline", "sdg", "--epochs", "1"], "Did you mean `sgd`"),
+        (["--baseline", "sgd[lr=-1]", "--epochs", "1"], "lr=-1.0: a learning rate"),
+        (["--baseline", "second-order[provider=phc-1]"], "Did you mean `pch-1`"),
         (["--config", "missing.toml"], "cannot read missing.toml"),
     ],
 )
@@ -155,6 +207,12 @@ def test_usage_errors_are_a_sentence_and_exit_code_2(arguments, sentence, tmp_pa
     assert found.exit_code == 2, found.output
     assert sentence in found.stderr
     assert "Traceback" not in found.output
+
+
+def test_a_model_that_is_not_there_is_named(tmp_path):
+    found = call("compare", "--model", "nowhere.to:be", "-o", tmp_path / "out")
+    assert found.exit_code == 2, found.output
+    assert "nowhere" in found.stderr
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -140,6 +140,29 @@ def test_newton_says_why_where_the_damped_hessian_is_indefinite():
     assert "39 parameters" in limited.joint(gradient).reason
 
 
+def test_a_step_of_zero_is_called_one_and_not_a_gradient_of_zero():
+    found = compare(tiny_problem(), ["fisher"], ["ea-cg[max_iter=0]", "ea-cg"], alpha=ALPHA, repetitions=1)
+    still, moving = found.cells.to_dict("records")
+    assert (still["zero_step"], moving["zero_step"]) == (True, False)
+    assert math.isclose(still["distance"], 1.0)
+    assert math.isnan(still["cosine"])
+    assert "gradient is zero" not in " ".join([*found.warnings, still["newton_reason"]])
+    assert "fisher + ea-cg[max_iter=0]: its step is zero, so it would change nothing." in found.warnings
+
+
+def test_a_step_of_zero_is_known_where_newton_s_direction_is_not():
+    found = compare(tiny_problem(), ["fisher"], ["ea-cg[max_iter=0]"], repetitions=1, newton_limit=1)
+    assert found.cells["zero_step"].tolist() == [True]
+    assert found.cells["distance"].isna().all()
+
+
+def test_one_repetition_has_no_spread(tmp_path):
+    once = compare(tiny_problem(), ["fisher"], ["kfi"], repetitions=1, output=tmp_path)
+    twice = compare(tiny_problem(), ["fisher"], ["kfi"], repetitions=2, output=tmp_path)
+    assert once.cells["total_iqr"].isna().all()
+    assert twice.cells["total_iqr"].notna().all()
+
+
 def test_seconds_are_medians_of_the_repetitions(compared):
     times = compared.repetitions
     own = times[(times["provider"] == "fisher") & (times["solver"] == "kfi")]
@@ -254,6 +277,9 @@ def test_training_rows_are_there_for_pairs_and_baselines():
         (lambda: compare(TINY, []), "no provider was given"),
         (lambda: compare(TINY, alpha=0.0), "alpha=0.0"),
         (lambda: compare(TINY, repetitions=0), "repetitions=0"),
+        (lambda: compare(TINY, lr=-1.0), "lr=-1.0: a learning rate is a finite number above 0"),
+        (lambda: compare(TINY, baselines=["sdg"]), "Did you mean `sgd`"),
+        (lambda: compare(replace(TINY, model="mine:net")), "would change nothing: the model is your own"),
         (lambda: compare(tiny_problem(), epochs=1), "training and a test part"),
         (lambda: compare(tiny_problem(), executor="process"), "give a Setup"),
         (lambda: compare(TINY, executor="proces"), "Did you mean `process`"),

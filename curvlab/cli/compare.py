@@ -106,7 +106,7 @@ def command(
 
     Results go to the folder as they are measured: the same command resumes an interrupted comparison, and
     only shows a finished one. A cell that fails is in the table with its reason, and the exit code is 1; a
-    pair that does not exist is skipped with the reason.
+    pair that does not exist is skipped with the reason, which is no failure while another was measured.
 
     \b
     Examples:
@@ -123,19 +123,28 @@ def command(
     """
     settings = make_settings(options)
     folder = writable_folder(output)
+    done = 0
     try:
         with progress_bar(not quiet, "preparing") as show:
+
+            def follow(progress: Progress) -> None:
+                nonlocal done
+                done = progress.done
+                show(progress.done, progress.total, _label(progress))
+
             compared = run_comparison(
                 settings,
                 folder,
                 fresh=fresh,
                 retry=retry,
                 executor=executor,
-                on_progress=lambda progress: show(progress.done, progress.total, _label(progress)),
+                on_progress=follow,
             )
     except KeyboardInterrupt:
         say(f"Interrupted; what was measured is in {folder}, and the same command goes on from there.")
         sys.exit(INTERRUPTED)
+    if not done and not quiet:
+        say(f"Nothing was measured anew: {folder} had all of it. `--fresh` measures it again.")
     finish(compared, folder, as_json, quiet)
 
 
@@ -146,7 +155,7 @@ def _label(progress: Progress) -> str:
 
 
 def finish(compared: Comparison, folder: Path, as_json: bool, quiet: bool) -> None:
-    """Write the report, show the results, and exit with 1 if a cell failed."""
+    """Write the report, show the results, and exit with 1 if a cell failed or no pair was measured."""
     report = _write_report(compared, folder)
     if as_json:
         print_json(_document(compared, folder, report))
@@ -155,6 +164,8 @@ def finish(compared: Comparison, folder: Path, as_json: bool, quiet: bool) -> No
         click.echo(f"Report: {report}")
     for failure in compared.failures:
         say(f"failed: {failure}")
+    if not compared.measured:
+        say("No pair was measured: every one was skipped or failed. `curvlab list` shows which pairs exist.")
     if not compared.ok:
         sys.exit(1)
 

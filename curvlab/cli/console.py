@@ -151,19 +151,22 @@ def bytes_text(count: float) -> str:
 
 
 def seconds_text(seconds: float, iqr: float) -> str:
-    """A median with its interquartile range, in one unit.
+    """A median with its interquartile range, where that is known, in one unit.
 
     >>> seconds_text(0.0123, 0.0004)
     '12.3 ± 0.4 ms'
+    >>> seconds_text(0.0123, math.nan)
+    '12.3 ms'
     """
     if math.isnan(seconds):
         return "–"
     factor, unit = next(
         (f, u) for f, u in ((1, "s"), (1e3, "ms"), (1e6, "µs")) if seconds * f >= 1 or u == "µs"
     )
-    value, spread = seconds * factor, iqr * factor
+    value = seconds * factor
     places = max(0, 2 - int(math.log10(max(value, 1))))
-    return f"{value:.{places}f} ± {spread:.{places}f} {unit}"
+    spread = "" if math.isnan(iqr) else f" ± {iqr * factor:.{places}f}"
+    return f"{value:.{places}f}{spread} {unit}"
 
 
 def loss_text(value: float) -> str:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from curvlab.exceptions import SolveError
 from curvlab.linalg import Combination, Matrix, RowProduct
-from curvlab.linalg.product import checksum, form
+from curvlab.linalg.product import checksum, form, magnitude
 from curvlab.unformed import Unformed
 from curvlab.versions import Versions
 
@@ -42,6 +42,10 @@ class Direction(Unformed[Matrix]):
                 f"read or add the step before, or solve for a copy"
             )
         return entry
+
+    def is_zero(self) -> bool:
+        """Whether every step is zero, so that adding it changes nothing (no step is formed)."""
+        return all(float(magnitude(entry)) == 0 for entry in self._entries.values())
 
     def sums(self) -> dict[str, Tensor]:
         """For each parameter a scalar tensor that is finite where its step is (nothing is read).

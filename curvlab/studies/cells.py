@@ -1,6 +1,6 @@
 """The cells of a comparison: what is measured of a provider, a pair or an optimizer, as rows of the store.
 
-    error         a provider: layer-wise and total error against the exact Hessian
+    error         a provider: layer-wise and total error of its bias blocks against the absolute Hessian
     solve         a pair: bytes, operations, closeness to Newton's direction, residuals and their traces
     cost          a pair and a repetition: seconds of estimate, prepare and apply
     convergence   an optimizer: losses and accuracy by epoch and by seconds
@@ -138,6 +138,7 @@ def _solve(task: Task) -> Row:
         "held_bytes": measured.held_bytes,
         "flops": measured.flops,
         **_closeness(reference.joint(solution.direction)),
+        "zero_step": solution.direction.is_zero(),
         "iterations": max(block.iterations for block in blocks),
         "residual": max(block.residual for block in blocks),
         "residual_full": max(block.residual_full for block in blocks),

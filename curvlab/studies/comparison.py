@@ -15,7 +15,16 @@ __all__ = ["Comparison", "comparison_from"]
 
 PHASES = ("estimate", "prepare", "apply")
 NUMBERS = ["peak_bytes", "planned_bytes", "held_bytes", "flops"]
-SOLVED = ["cosine", "distance", "newton_reason", "iterations", "residual", "residual_full", "route"]
+SOLVED = [
+    "cosine",
+    "distance",
+    "newton_reason",
+    "zero_step",
+    "iterations",
+    "residual",
+    "residual_full",
+    "route",
+]
 TEXTS = {"provider", "solver", "status", "message", "newton_reason", "route"}
 SECONDS = [f"{phase}_{what}" for phase in (*PHASES, "total") for what in ("seconds", "iqr")]
 CELLS = [
@@ -73,8 +82,13 @@ class Comparison:
 
     @property
     def ok(self) -> bool:
-        """Whether no cell failed (a skipped one has not)."""
-        return not self.failures
+        """Whether no cell failed (a skipped one has not) and at least one pair was measured."""
+        return self.measured and not self.failures
+
+    @property
+    def measured(self) -> bool:
+        """Whether any pair was: not where all were skipped or failed."""
+        return bool((self.cells["status"] == "ok").any())
 
     def __repr__(self) -> str:
         counts = self.cells["status"].value_counts().to_dict()
@@ -145,6 +159,7 @@ def _cell(
         **row,
         **({} if failed is None else {"status": "failed", "message": failed["message"]}),
         **_seconds(pair, times),
+        "zero_step": bool(row.get("zero_step", False)),
         "error_total": total.get("error"),
         "error_relative": total.get("relative"),
     }
@@ -161,7 +176,10 @@ def _seconds(pair: tuple[str, str], times: pd.DataFrame) -> dict[str, float]:
     result: dict[str, float] = {}
     for phase, values in samples.items():
         lower, median, upper = np.quantile(values, [0.25, 0.5, 0.75])
-        result |= {f"{phase}_seconds": float(median), f"{phase}_iqr": float(upper - lower)}
+        spread = (
+            float(upper - lower) if len(values) > 1 else np.nan
+        )  # one sample has no spread, not a zero one
+        result |= {f"{phase}_seconds": float(median), f"{phase}_iqr": spread}
     return result
 
 
@@ -201,15 +219,28 @@ def _warnings(
 ) -> list[str]:
     found = list(study.get("warnings", []))
     found += [f"{name}: {note}." for name, row in wrong.items() for note in row.get("notes", [])]
-    skipped = [row["message"] for _, row in shown if row["status"] == "skipped"]
-    skipped += [
-        f"{row['provider']}: {row['message']}" for row in wrong.values() if row["status"] == "skipped"
+    found += [
+        f"{' + '.join(pair)}: its step is zero, so it would change nothing."
+        for pair, row in shown
+        if row.get("zero_step")
     ]
-    reasons = [row["newton_reason"] for _, row in shown if row.get("newton_reason")]
+    reasons = [row["newton_reason"] for _, row in shown if _lacks_distance(row)]
     found += [f"No distance to Newton's direction: {reason}." for reason in reasons]
-    found += [f"Left out: {message}" for message in skipped]
+    found += [f"Left out: {message}" for message in _refusals(shown, wrong)]
     found += [f"{row['optimizer']}: {row['message']}" for row in trained if row["status"] != "ok"]
     return list(dict.fromkeys(found))
+
+
+def _lacks_distance(row: Row) -> bool:
+    return bool(row.get("newton_reason") and pd.isna(row.get("distance", np.nan)))
+
+
+def _refusals(shown: Any, wrong: Mapping[str, Row]) -> list[str]:
+    """Why pairs were skipped, and why errors were, unless the provider's pairs have said the same."""
+    of_pairs = [row["message"] for _, row in shown if row["status"] == "skipped"]
+    skipped = [row for row in wrong.values() if row["status"] == "skipped"]
+    of_errors = [f"{row['provider']}: {row['message']}" for row in skipped if row["message"] not in of_pairs]
+    return of_pairs + of_errors
 
 
 def _failures(rows: Iterable[Row]) -> list[str]:

@@ -31,7 +31,10 @@ PARAMETERS = 1_000_000
 
 @dataclass(frozen=True)
 class Closeness:
-    """How close a direction is to Newton's; NaN with the reason where that is not known."""
+    """How close a direction is to Newton's; NaN with the reason where that is not known.
+
+    A direction of zero has no cosine, and is at distance 1: it leaves the whole way.
+    """
 
     cosine: float
     distance: float
@@ -63,8 +66,10 @@ class Newton:
         gap, size, ours = (
             _norm(x) for x in ((d - n for d, n in pairs), (n for _, n in pairs), (d for d, _ in pairs))
         )
-        if size == 0 or ours == 0:
-            return Closeness(math.nan, math.nan, "the gradient is zero here")
+        if size == 0:
+            return Closeness(math.nan, math.nan, "the gradient is zero here, and so is Newton's direction")
+        if ours == 0:
+            return Closeness(math.nan, gap / size, "this direction is zero, so it has no angle to Newton's")
         return Closeness(dot / (ours * size), gap / size)
 
 
