@@ -53,6 +53,13 @@ def test_compare_prints_a_table_within_80_columns_and_where_the_report_is(first,
     assert list((folder / "run" / "figures").iterdir())
 
 
+def test_the_table_says_what_its_errors_are(first):
+    said = " ".join(first.stdout.split())
+    assert "vs |H|: how far the provider's bias blocks are from those of the absolute Hessian" in said
+    assert "Step: how far the pair's step is from the exact damped Newton step" in said
+    assert "from the exact Hessian" not in said
+
+
 def test_progress_is_not_written_where_there_is_no_terminal(first):
     assert first.stderr == ""
 

@@ -163,6 +163,30 @@ def test_markdown_shows_user_text_as_text_and_has_the_same_content(folder: Path)
     assert all((folder / str(image)).read_bytes().startswith(b"\x89PNG") for image in images)
 
 
+def test_every_error_is_said_to_be_of_bias_blocks_and_from_the_absolute_hessian(folder: Path) -> None:
+    page = Parsed((folder / "report.html").read_text()).text
+    markdown = Parsed(
+        MarkdownIt("commonmark").enable("table").render((folder / "report.md").read_text())
+    ).text
+    for text in (page, markdown):
+        numbers = text[text.rindex("All numbers") :]
+        assert "‖B̃ − |B|‖_F / ‖|B|‖_F, how far the provider's bias blocks B̃ are" in numbers
+        assert "relative error (bias blocks, from |H|)" in numbers
+        assert "its bias blocks are" in text
+        assert "from the exact Hessian" not in text
+    for drawn in (pareto_scatter(cells()).get_ylabel(), error_heatmap(errors()).get_xlabel()):
+        assert drawn.startswith("bias blocks: distance from the absolute Hessian |H|")
+
+
+def test_the_figure_that_the_answer_goes_by_comes_first(tmp_path: Path) -> None:
+    known = cells().assign(distance=[0.5, 0.4, 0.3, 0.2, 0.6, 0.7])
+    page = write_report(comparison(cells=known, convergence=convergence().iloc[:0]), tmp_path)
+    text = page.with_suffix(".md").read_text()
+    assert 0 < text.index("figures/newton.png") < text.index("figures/pareto.png")
+    assert "by time and distance to the Newton step" in text
+    assert "which the answer above goes by" in text
+
+
 def test_tables_hold_the_numbers_of_the_frames(folder: Path) -> None:
     text = (folder / "report.html").read_text()
     values = [float(value) for value in re.findall(r'data-value="([^"]+)"', text)]

@@ -17,6 +17,8 @@ from curvlab.report.pareto import Candidate, front, level_with
 
 NOISE = "no difference beyond the noise"
 NAN = math.nan
+BY_ERROR = "by time and error of the curvature (bias blocks, from the absolute Hessian |H|)"
+BY_STEP = "by time and distance to the Newton step"
 
 
 def cell(provider: str, solver: str, cost: float, iqr: float, error: float, **more: Any) -> dict[str, Any]:
@@ -57,7 +59,7 @@ def test_the_cheapest_and_most_accurate_pair_wins_alone() -> None:
     found = recommend(
         frame(cell("a", "s", 1.0, 0.01, 0.1), cell("b", "s", 2.0, 0.01, 0.2), cell("c", "s", 3.0, 0.01, 0.1))
     )
-    assert found.headline == "Use a + s."
+    assert found.headline == f"Use a + s, {BY_ERROR}."
     assert (found.best, found.front, found.level) == (("a", "s"), (("a", "s"),), ())
     assert NOISE not in found.text
 
@@ -87,7 +89,7 @@ def test_equal_errors_and_times_within_the_spread_are_a_tie() -> None:
             cell("a", "x", 1.00, 0.10, 0.1), cell("a", "y", 1.09, 0.02, 0.1), cell("a", "z", 1.2, 0.02, 0.1)
         )
     )
-    assert found.headline == f"Use a + x or a + y: there is {NOISE} between them."
+    assert found.headline == f"Use a + x or a + y, {BY_ERROR}: there is {NOISE} between them."
     assert found.level == (("a", "y"),)
     assert (
         f"Between a + x and a + y (1.09 s) there is {NOISE} in cost, and the error is no larger."
@@ -97,14 +99,14 @@ def test_equal_errors_and_times_within_the_spread_are_a_tie() -> None:
 
 def test_a_difference_just_beyond_the_larger_spread_is_no_tie() -> None:
     found = recommend(frame(cell("a", "x", 1.0, 0.1, 0.1), cell("a", "y", 1.11, 0.1, 0.1)))
-    assert found.headline == "Use a + x."
+    assert found.headline == f"Use a + x, {BY_ERROR}."
     assert found.level == ()
 
 
 def test_a_pair_cheaper_only_within_the_noise_than_a_more_accurate_one_is_not_on_the_front() -> None:
     found = recommend(frame(cell("rough", "s", 1.00, 0.1, 0.5), cell("fine", "s", 1.05, 0.1, 0.2)))
     assert found.front == (("fine", "s"),)
-    assert found.headline == "Use fine + s."
+    assert found.headline == f"Use fine + s, {BY_ERROR}."
 
 
 def test_a_chain_of_ties_does_not_drop_what_is_clearly_cheaper() -> None:
@@ -117,7 +119,7 @@ def test_providers_whose_errors_agree_are_level_across_names() -> None:
     found = recommend(
         frame(cell("gauss-newton", "kfi", 1.0, 0.1, 0.3), cell("pch-1", "kfi", 1.02, 0.1, 0.3 + 1e-8))
     )
-    assert found.headline == f"Use gauss-newton + kfi or pch-1 + kfi: there is {NOISE} between them."
+    assert found.headline.startswith(f"Use gauss-newton + kfi or pch-1 + kfi, {BY_ERROR}: there is {NOISE}")
 
 
 def test_a_single_pair_is_not_called_best_of_anything() -> None:
@@ -135,7 +137,7 @@ def test_nothing_is_recommended_where_all_failed() -> None:
     found = recommend(frame(*rows))
     assert found.best is None
     assert found.headline == "Nothing can be recommended: no pair finished."
-    assert found.paragraphs == ("1 pair failed (a + s). 1 pair skipped (b + s). The reasons are at the end.",)
+    assert found.paragraphs == ("1 pair failed (a + s). 1 pair skipped (b + s).",)
 
 
 def test_an_empty_frame_recommends_nothing() -> None:
@@ -149,6 +151,8 @@ def test_without_any_error_only_cost_is_compared_and_said_so() -> None:
     assert found.best == ("b", "s")
     assert found.level == (("c", "s"),)
     assert "no error is known, so only cost is compared" in found.text
+    assert found.headline.startswith("Use b + s or c + s, by time alone")
+    assert found.measure == ""
 
 
 def test_a_pair_of_unknown_error_is_named_and_left_off_the_front() -> None:
@@ -163,28 +167,98 @@ def test_an_unknown_spread_is_confessed(spread: float) -> None:
     assert "The spread of the times is not known" in found.paragraphs[-1]
 
 
-def test_the_newton_direction_has_a_front_of_its_own() -> None:
-    near = {"distance": 0.1, "cosine": 0.99}
-    far = {"distance": 0.9, "cosine": 0.3}
+def test_solvers_of_one_curvature_are_told_apart_by_their_steps() -> None:
+    quick = cell("pch-2", "sm-kfi", 1.0, 0.01, 0.0228, distance=0.505)
+    close = cell("pch-2", "ea-cg", 1.5, 0.01, 0.0228, distance=0.286)
+    found = recommend(frame(quick, close))
+    assert found.best == ("pch-2", "ea-cg")
+    assert found.headline == f"Use pch-2 + ea-cg, {BY_STEP}."
+    assert found.front == (("pch-2", "sm-kfi"), ("pch-2", "ea-cg"))
+    assert found.measure == "distance"
+    assert "its step is 28.6 % from the exact damped Newton step" in found.text
+    assert "least time for each halving of the way to the Newton point" in found.text
+    assert "its bias blocks are 2.28 % from those of the absolute Hessian |H|" in found.text
+
+
+def test_the_step_decides_over_the_error_of_the_curvature() -> None:
+    rough = cell("fisher", "ea-cg", 1.0, 0.01, 0.5, distance=0.1)
+    fine = cell("pch-2", "sm-kfi", 1.0, 0.01, 0.02, distance=0.8)
+    found = recommend(frame(rough, fine))
+    assert found.best == ("fisher", "ea-cg")
+    assert "; closest are those of pch-2, 2.00 %." in found.text
+
+
+def test_a_step_that_is_worse_than_none_does_not_win_by_being_cheap() -> None:
     found = recommend(
-        frame(cell("a", "kfi", 2.0, 0.1, 0.1, **near), cell("a", "ea-cg", 1.0, 0.1, 0.1, **far))
+        frame(cell("a", "x", 1.0, 0.1, 0.1, distance=1.2), cell("a", "y", 3.0, 0.1, 0.1, distance=0.5))
     )
-    assert found.best == ("a", "ea-cg")
-    assert found.direction_front == (("a", "ea-cg"), ("a", "kfi"))
-    assert "Newton direction is a + kfi: relative distance 0.100, cosine 0.990, 2.00 s." in found.text
+    assert found.best == ("a", "y")
 
 
-def test_the_reason_for_an_unknown_newton_direction_is_given() -> None:
-    found = recommend(frame(cell("a", "s", 1.0, 0.1, 0.1, newton_reason="the Hessian is indefinite")))
+def test_that_every_step_is_worse_than_none_is_said() -> None:
+    found = recommend(
+        frame(cell("a", "x", 1.0, 0.1, 0.1, distance=1.9), cell("a", "y", 3.0, 0.1, 0.1, distance=1.2))
+    )
+    assert found.best == ("a", "y")
+    assert "it has the smallest distance." in found.text
+    assert "No step at all would be as close to the Newton step (100 %)" in found.text
+
+
+def test_a_pair_whose_distance_is_not_known_is_named_and_left_off_the_front() -> None:
+    found = recommend(frame(cell("a", "s", 2.0, 0.1, 0.1, distance=0.2), cell("b", "s", 1.0, 0.1, 0.1)))
+    assert found.front == (("a", "s"),)
+    assert "Not on the front for want of a known distance: b + s." in found.paragraphs
+
+
+def test_where_the_newton_step_is_not_known_the_answer_says_why_and_what_it_goes_by() -> None:
+    unknown = {"newton_reason": "the Hessian is indefinite"}
+    found = recommend(
+        frame(cell("a", "x", 1.0, 0.1, 0.1, **unknown), cell("a", "y", 2.0, 0.1, 0.1, **unknown))
+    )
+    assert found.headline == f"Use a + x, {BY_ERROR}."
+    assert found.measure == "error_relative"
     assert (
-        "The exact damped Newton direction is not known here: the Hessian is indefinite." in found.paragraphs
+        "The exact damped Newton step is not known here: the Hessian is indefinite. The error of the "
+        "curvature is the same for every solver: between solvers only time decides." in found.paragraphs
     )
+
+
+def test_the_exact_hessian_is_not_said_to_be_in_error_where_it_is_indefinite() -> None:
+    for more in ({}, {"distance": 1e-7}):
+        found = recommend(frame(cell("hessian", "cg", 1.0, 0.1, 1.93, **more)))
+        assert "its blocks are exact, and indefinite: 193 % from their own absolute values |H|" in found.text
+        assert "from the exact Hessian" not in found.text
+    assert "193" not in recommend(frame(cell("hessian", "cg", 1.0, 0.1, 1e-7))).text
+
+
+def test_a_pair_whose_step_is_zero_is_never_recommended() -> None:
+    still = cell("a", "ea-cg[max_iter=0]", 0.1, 0.01, 0.1, distance=1.0, zero_step=True)
+    moving = cell("a", "ea-cg", 1.0, 0.01, 0.1, distance=0.3, zero_step=False)
+    found = recommend(frame(still, moving))
+    assert found.best == ("a", "ea-cg")
+    assert found.headline == "Only a + ea-cg finished with a step: there is nothing to compare it with."
+    assert "Not compared, since the step is zero: a + ea-cg[max_iter=0]." in found.paragraphs
+    alone = recommend(frame(still))
+    assert alone.best is None
+    assert alone.headline == "Nothing can be recommended: the step of every pair that finished is zero."
+
+
+def test_a_pair_whose_step_is_zero_is_not_recommended_for_its_training_either() -> None:
+    still, moving = (
+        cell("a", "still", 0.1, 0.01, 0.1, zero_step=True),
+        cell("b", "s", 1.0, 0.01, 0.1, zero_step=False),
+    )
+    found = recommend(
+        frame(still, moving), None, training(a__still=([2.0, 2.0], 0.1), b__s=([2.0, 2.5], 1.0))
+    )
+    assert found.best == ("b", "s")
 
 
 def test_the_layer_that_carries_the_error_is_named() -> None:
     errors = pd.DataFrame({"layer": [1, 2, "Total"], "provider": "a", "error": [3.0, 1.0, math.sqrt(10)]})
     found = recommend(frame(cell("a", "s", 1.0, 0.1, 0.1)), errors)
-    assert "The error of a is largest at layer 1, which has 90.0 % of the squared total." in found.paragraphs
+    told = "The bias blocks of a are furthest from |H| at layer 1, which has 90.0 % of the squared total."
+    assert told in found.paragraphs
 
 
 PAIRS = (cell("a", "s", 1.0, 0.1, 0.1), cell("b", "s", 2.0, 0.1, 0.2))
@@ -195,20 +269,14 @@ def test_training_decides_where_it_was_measured() -> None:
         frame(*PAIRS), None, training(a__s=([2.0, 1.0], 1.0), b__s=([2.0, 0.5], 2.0), sgd=([2.0, 1.5], 0.5))
     )
     assert found.best == ("b", "s")
-    assert (
-        found.headline
-        == "Use b + s: it trained to the lowest loss, though a + s has the better trade of cost and error."
-    )
+    assert found.headline == f"Use b + s: it trained to the lowest loss, though {BY_ERROR} it would be a + s."
     assert "In training for 1 epoch, one run each, b + s reached the lowest" in found.text
     assert "The baselines: sgd 1.50 in 500 ms." in found.text
 
 
 def test_training_may_agree_with_cost_and_error() -> None:
     found = recommend(frame(*PAIRS), None, training(a__s=([2.0, 0.5], 1.0), b__s=([2.0, 1.0], 2.0)))
-    assert (
-        found.headline
-        == "Use a + s: it has the best trade of cost against error, and the lowest loss in training."
-    )
+    assert found.headline == f"Use a + s: it trained to the lowest loss, and is the best {BY_ERROR} too."
 
 
 def test_losses_within_five_per_cent_are_too_close_to_call() -> None:
@@ -221,6 +289,11 @@ def test_a_baseline_that_trains_better_is_recommended() -> None:
     found = recommend(frame(*PAIRS), None, training(a__s=([2.0, 1.0], 1.0), adam=([2.0, 0.2], 1.0)))
     assert found.headline.startswith("Train with adam: it reached a lower loss than every pair.")
     assert found.best == ("a", "s")
+
+
+def test_a_baseline_does_not_beat_pairs_that_never_finished_training() -> None:
+    found = recommend(frame(*PAIRS), None, training(a__s=([2.0, NAN], 1.0), sgd=([2.0, 1.0], 1.0)))
+    assert found.headline.startswith("Train with sgd: no pair came to the end of its training.")
 
 
 def test_wall_clock_is_judged_at_the_end_of_the_quickest_run() -> None:
@@ -242,10 +315,10 @@ def test_wall_clock_is_not_judged_where_only_one_run_had_finished_an_epoch() -> 
 def test_a_pair_that_training_decides_for_is_given_its_cost_and_error() -> None:
     found = recommend(frame(*PAIRS), None, training(a__s=([2.0, 1.0], 1.0), b__s=([2.0, 0.5], 2.0)))
     told = (
-        "b + s takes 2.00 s (interquartile range 100 ms) for estimate, prepare and apply, and its curvature"
+        "b + s takes 2.00 s (interquartile range 100 ms) for estimate, prepare and apply, and its bias blocks"
     )
     assert told in found.paragraphs[1]
-    assert found.paragraphs[2] == "By cost and error alone it would be another pair:"
+    assert found.paragraphs[2] == "Without training it would be another pair:"
     assert found.paragraphs[3].startswith("a + s takes 1.00 s")
 
 
@@ -253,7 +326,8 @@ def test_what_is_said_of_a_front_of_one_is_checked_against_all_pairs() -> None:
     rows = [cell("d", "s", 1.1, 0.01, 0.9), cell("u", "s", 1.0, 0.5, 0.5), cell("m", "s", 1.4, 0.01, 0.1)]
     assert "No other of the 3 pairs is cheaper" not in recommend(frame(*rows)).text
     assert (
-        "No other of the 2 pairs is cheaper beyond the noise, and none is" in recommend(frame(*rows[1:])).text
+        "No other of the 2 pairs is cheaper beyond the noise, and none has a smaller error."
+        in recommend(frame(*rows[1:])).text
     )
 
 
@@ -265,7 +339,7 @@ def test_diverged_runs_are_named_and_do_not_win() -> None:
 
 def test_training_in_which_all_diverged_leaves_the_decision_to_cost_and_error() -> None:
     found = recommend(frame(*PAIRS), None, training(a__s=([2.0, math.inf], 1.0)))
-    assert found.headline == "Use a + s."
+    assert found.headline == f"Use a + s, {BY_ERROR}."
     assert "In training no run ended with a finite loss." in found.paragraphs
 
 

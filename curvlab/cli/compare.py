@@ -31,6 +31,11 @@ __all__ = ["command", "finish", "show_comparison"]
 
 INTERRUPTED = 130
 DEFAULT_FOLDER = Path("runs/compare")
+LEGEND = (
+    "vs |H|: how far the provider's bias blocks are from those of the absolute Hessian, ‖B − |H|‖ / ‖|H|‖ "
+    "(the paper's error; the same for every solver). Step: how far the pair's step is from the exact damped "
+    "Newton step, ‖d − n‖ / ‖n‖."
+)
 
 
 @click.command("compare")
@@ -201,9 +206,11 @@ def show_comparison(compared: Comparison) -> None:
     """The table of cells, what to know of them, and the answer."""
     from curvlab.report import recommend
 
-    numbers = dict.fromkeys(("Error", "Time", "Peak", "cos"), "right")
+    numbers = dict.fromkeys(("vs |H|", "Step", "Time", "Peak"), "right")
     columns = {"Provider": "name", "Solver": "name"} | numbers
     table(columns, [_cells_row(cell) for cell in compared.cells.to_dict("records")])
+    if compared.measured:
+        paragraph(LEGEND)
     if not compared.convergence.empty:
         last = compared.convergence.groupby("optimizer", sort=False).tail(1)
         names = ("Epochs", "Seconds", "Train loss", "Test loss", "Accuracy")
@@ -221,9 +228,9 @@ def _cells_row(cell: dict[Any, Any]) -> list[str]:
         cell["provider"],
         cell["solver"],
         percent_text(cell["error_relative"], places=2),
+        percent_text(cell["distance"]),
         seconds_text(cell["total_seconds"], cell["total_iqr"]) if cell["status"] == "ok" else cell["status"],
         bytes_text(cell["peak_bytes"]),
-        "–" if math.isnan(cell["cosine"]) else f"{cell['cosine']:.3f}",
     ]
 
 

@@ -15,6 +15,7 @@ from curvlab.report.figures import (
     residual_curves,
 )
 from curvlab.report.figures.axes import pairs_of
+from curvlab.report.measures import CURVATURE, STEP, measure_of
 from curvlab.report.recommend import Recommendation, recommend
 from curvlab.report.tables import (
     Table,
@@ -44,6 +45,9 @@ FACTS = (
     "repetitions",
     "device",
     "dtype",
+)
+FRONT = (
+    "The dashed line is the Pareto front, its members are named; whiskers: interquartile range of the time."
 )
 
 
@@ -127,20 +131,21 @@ def _facts(config: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
 
 def _pareto(comparison: Comparison) -> Section:
     cells = comparison.cells
-    caption = (
-        "Every pair by its cost and its error; the dashed line is the Pareto front, its members are named. "
-        "Whiskers are the interquartile range of the time."
+    curvature = Drawing(
+        "pareto",
+        "Every pair by its cost and the distance of its provider's bias blocks from the absolute Hessian "
+        f"|H|, in which the solver does not count. {FRONT}",
+        lambda look: pareto_scatter(cells, look=look),
     )
-    drawings = [Drawing("pareto", caption, lambda look: pareto_scatter(cells, look=look))]
-    if cells["distance"].notna().any():
-        text = (
-            "The same against the distance of the step to the exact damped Newton step, where the solver "
-            "counts too."
-        )
-        drawings.append(
-            Drawing("newton", text, lambda look: pareto_scatter(cells, look=look, error="distance"))
-        )
-    return Section("front", "Cost against error", drawings=tuple(drawings))
+    if measure_of(cells) is CURVATURE:
+        return Section("front", "Cost against error", drawings=(curvature,))
+    step = Drawing(
+        "newton",
+        "Every pair by its cost and the distance of its step from the exact damped Newton step, which the "
+        f"answer above goes by. {FRONT}",
+        lambda look: pareto_scatter(cells, look=look, error=STEP.column),
+    )
+    return Section("front", "Cost against error", drawings=(step, curvature))
 
 
 def _errors(comparison: Comparison) -> Section | None:
@@ -148,11 +153,17 @@ def _errors(comparison: Comparison) -> Section | None:
     if errors.empty:
         return None
     caption = (
-        "Distance of each layer's curvature block to the absolute exact Hessian, ‖B̃ − |B|‖ in the Frobenius "
-        "norm. The colour is logarithmic: darker is worse. Total is the root of the sum of squares."
+        "Distance of each layer's bias block B̃ from that of the absolute Hessian |H|, ‖B̃ − |B|‖ in the "
+        "Frobenius norm. The colour is logarithmic: darker is further. Total: the root of the sum of squares."
     )
     drawing = Drawing("errors", caption, lambda look: error_heatmap(errors, look=look))
-    return Section("errors", "Error by layer", drawings=(drawing,), folded=(error_table(errors),))
+    return Section(
+        "errors",
+        "Error by layer",
+        CURVATURE.definition,
+        drawings=(drawing,),
+        folded=(error_table(errors),),
+    )
 
 
 def _costs(comparison: Comparison) -> Section:
@@ -218,10 +229,7 @@ def _residuals(comparison: Comparison) -> Section | None:
 
 
 def _all_pairs(comparison: Comparison) -> Section:
-    text = (
-        "Medians, with the interquartile range in brackets. Newton: the exact damped Newton direction of the "
-        "same blocks."
-    )
+    text = f"Medians, with the interquartile range in brackets. {CURVATURE.definition} {STEP.definition}"
     return Section("pairs", "All numbers", text, tables=(cell_table(comparison.cells),))
 
 

@@ -1,4 +1,4 @@
-"""The Pareto front of cost against error, with ties that respect the measured spread.
+"""The Pareto front of cost against a measure of error, with ties that respect the measured spread.
 
 Two times differ when their medians differ by more than the larger of the two interquartile ranges; otherwise
 there is no difference beyond the noise. Errors are computed, not sampled: two are the same when they agree to
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-__all__ = ["Candidate", "candidates", "front", "level_with"]
+__all__ = ["Candidate", "candidates", "front", "idle", "level_with"]
 
 SAME_ERROR = 1e-3
 ROUNDING = 1e-9  # relative errors below this are rounding, not error
@@ -49,8 +49,8 @@ class Candidate:
 
 
 def candidates(cells: pd.DataFrame, error: str = "error_relative") -> list[Candidate]:
-    """The cells that finished and whose cost is known, with the column `error` as their error."""
-    finished = cells[(cells["status"] == "ok") & cells["total_seconds"].notna()]
+    """The cells that finished with a step and a known cost, with the column `error` as their error."""
+    finished = cells[(cells["status"] == "ok") & cells["total_seconds"].notna() & ~_zero(cells)]
     return [
         Candidate(
             str(row["provider"]),
@@ -61,6 +61,12 @@ def candidates(cells: pd.DataFrame, error: str = "error_relative") -> list[Candi
         )
         for _, row in finished.iterrows()
     ]
+
+
+def idle(cells: pd.DataFrame) -> list[tuple[str, str]]:
+    """The pairs (provider, solver) that finished with a step of zero: whatever they cost, they do nothing."""
+    still = cells[(cells["status"] == "ok") & _zero(cells)]
+    return list(zip(still["provider"].astype(str), still["solver"].astype(str), strict=True))
 
 
 def front(pairs: Sequence[Candidate]) -> list[Candidate]:
@@ -103,6 +109,13 @@ def _undominated(pairs: Sequence[Candidate]) -> list[Candidate]:
 
 def _comparable(pair: Candidate, other: Candidate) -> bool:
     return math.isnan(pair.error) == math.isnan(other.error)
+
+
+def _zero(cells: pd.DataFrame) -> pd.Series[bool]:
+    """Which steps are zero; none, where that was not recorded."""
+    if "zero_step" not in cells:
+        return pd.Series(False, index=cells.index)
+    return cells["zero_step"].astype(bool)
 
 
 def _known(spread: float) -> float:

@@ -65,10 +65,10 @@ def cell_table(cells: pd.DataFrame) -> Table:
         ("planned_bytes", _number(f"planned ({memory.name})", "planned_bytes", memory)),
         ("held_bytes", _number(f"held ({memory.name})", "held_bytes", memory)),
         ("flops", _number("Mflop", "flops", lambda value: digits(value / 1e6))),
-        ("error_total", _number("error", "error_total")),
-        ("error_relative", _number("relative error", "error_relative", percent)),
-        ("cosine", _number("cosine to Newton", "cosine")),
-        ("distance", _number("distance to Newton", "distance")),
+        ("error_total", _number("error (bias blocks, from |H|)", "error_total")),
+        ("error_relative", _number("relative error (bias blocks, from |H|)", "error_relative", percent)),
+        ("distance", _number("distance to the Newton step", "distance", percent)),
+        ("cosine", _number("cosine to the Newton step", "cosine")),
         ("iterations", _number("iterations", "iterations", lambda value: f"{value:.0f}")),
         ("residual", _number("residual", "residual")),
         ("residual_full", _number("residual, full input factor", "residual_full")),
@@ -78,15 +78,15 @@ def cell_table(cells: pd.DataFrame) -> Table:
 
 
 def error_table(errors: pd.DataFrame) -> Table:
-    """The numbers behind the heat map."""
+    """The numbers behind the heat map: of bias blocks, from the absolute Hessian."""
     columns = [
         _text("layer", "layer"),
         _text("name", "layer_name"),
         _text("provider", "provider"),
-        _number("error", "error"),
-        _number("relative", "relative", percent),
+        _number("error ‖B̃ − |B|‖", "error"),
+        _number("relative to ‖|B|‖", "relative", percent),
     ]
-    return _table("Errors by layer", errors, columns)
+    return _table("Errors by layer: bias blocks, from the absolute Hessian |H|", errors, columns)
 
 
 def convergence_table(convergence: pd.DataFrame) -> Table:

@@ -1,4 +1,4 @@
-"""The paper's yardstick: how far each provider's blocks are from the exact Hessian's.
+"""The paper's yardstick: how far each provider's bias blocks are from those of the absolute Hessian.
 
     bias     ‖B̃^t - |B^t|‖_F          B^t = E[H_i^t], |·| its absolute eigenvalues
     weight   ‖Ã^t - E[hhᵀ ⊗ H_i^t]‖_F   signed: |·| would need the eigenvectors of a huge matrix
@@ -40,7 +40,7 @@ def errors(
     *,
     weights: bool = False,
 ) -> pd.DataFrame:
-    """The error of each provider at each layer, and in total, against the exact Hessian.
+    """The error of each provider's bias blocks at each layer, and in total, against the absolute Hessian.
 
     Args:
         problem: a batch, or a stream of batches (without `weights`): one pass serves all providers.

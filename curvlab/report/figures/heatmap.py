@@ -1,4 +1,4 @@
-"""Error by layer and provider, ‖B̃^t - |B^t|‖_F: layers down, providers across, as in the paper's Table 2."""
+"""Error by layer and provider, ‖B̃^t - |B^t|‖_F of bias blocks: layers down, providers across (Table 2)."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 __all__ = ["error_heatmap"]
 
+LABELS = {
+    "error": "bias blocks: distance from the absolute Hessian |H|",
+    "relative": "bias blocks: relative distance from the absolute Hessian |H|",
+}
 FAINTEST = 1e-3  # of the largest: what is smaller has the lightest colour, or rounding would take all others
 
 
@@ -40,7 +44,7 @@ def error_heatmap(
     _draw(ax, look, values)
     ax.set_xticks(np.arange(columns) + 0.5, [fill(shorten(str(name)), 16) for name in table.columns])
     ax.set_yticks(np.arange(rows) + 0.5, [str(layer) for layer in table.index], rotation=0)
-    ax.set(xlabel="", ylabel="layer")
+    ax.set(xlabel=LABELS.get(column, column), ylabel="layer")
     dress(ax, look, grid="none")
     ax.xaxis.tick_top()
     ax.tick_params(which="both", length=0, labelsize=FONT)

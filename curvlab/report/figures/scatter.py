@@ -1,4 +1,4 @@
-"""Cost against error, with the Pareto front drawn: what the recommendation is read from."""
+"""Cost against a measure of error, with the Pareto front drawn: what the recommendation is read from."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from curvlab.report.figures.axes import (
     look_of,
     shorten,
 )
+from curvlab.report.measures import MEASURES
 from curvlab.report.numbers import Unit, second_unit
 from curvlab.report.pareto import Candidate, candidates, front
 from curvlab.report.theme import Look
@@ -28,10 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = ["pareto_scatter"]
 
-LABELS = {
-    "error_relative": "relative error of the curvature (%)",
-    "distance": "relative distance to the exact damped Newton direction (%)",
-}
 LETTER = 6.2  # points of a bold letter, on average
 WIDE = 6.0  # a range of more than this factor is drawn on a logarithmic axis
 
@@ -55,7 +52,7 @@ def pareto_scatter(
         _point(ax, look, pair, unit)
     ahead = front(pairs)
     _staircase(ax, look, ahead, unit)
-    ax.set(xlabel=f"median time of estimate + prepare + apply ({unit.name})", ylabel=LABELS.get(error, error))
+    ax.set(xlabel=f"median time of estimate + prepare + apply ({unit.name})", ylabel=_label(error))
     _scales(ax, pairs, unit)
     dress(ax, look)
     providers, solvers = (
@@ -64,6 +61,10 @@ def pareto_scatter(
     legend(ax, look, handles(look, providers, solvers, lines=False))
     _name_points(ax, look, ahead, unit)
     return ax
+
+
+def _label(error: str) -> str:
+    return MEASURES[error].axis if error in MEASURES else error
 
 
 def _point(ax: Axes, look: Look, pair: Candidate, unit: Unit) -> None:

@@ -220,6 +220,7 @@ def _settings_section(table: ErrorTable, outcome: Outcome, length: Length) -> Se
         for s in length.samplings
     )
     notes = (
+        "Error: ‖B̃ − |B|‖_F of a layer's bias block, from the absolute Hessian |H|; relative: over ‖|B|‖_F.",
         f"Trajectory: `{table.optimizer}`, batch 100, {length.updates} updates from each seed.",
         f"Errors measured on {measured}; the examples are drawn from the training set by the seed, each "
         "class in proportion, and are the same along a run.",
