@@ -269,6 +269,16 @@ def test_training_rows_are_there_for_pairs_and_baselines():
     assert found.ok
 
 
+def test_training_rows_say_what_each_optimizer_was_run_with(tmp_path):
+    setup = Setup(data="digits[train=100,test=50]", batch=50)
+    ask = {"alpha": 0.1, "lr": 0.3, "baselines": ["sgd[lr=0.05]", "adam"], "epochs": 1, "repetitions": 1}
+    compare(setup, ["pch-1"], ["ea-cg"], output=tmp_path, **ask)
+    ends = load_comparison(tmp_path).convergence.query("epoch == 1").set_index("optimizer")
+    assert ends["lr"].to_dict() == {"pch-1 + ea-cg": 0.3, "sgd[lr=0.05]": 0.05, "adam": 0.001}
+    assert ends["alpha"].dropna().to_dict() == {"pch-1 + ea-cg": 0.1}
+    assert ends["momentum"].dropna().to_dict() == {"pch-1 + ea-cg": 0.0, "sgd[lr=0.05]": 0.9}
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [

@@ -178,6 +178,15 @@ def test_every_error_is_said_to_be_of_bias_blocks_and_from_the_absolute_hessian(
         assert drawn.startswith("bias blocks: distance from the absolute Hessian |H|")
 
 
+def test_the_section_on_training_states_the_settings_of_each_curve(tmp_path: Path) -> None:
+    ran = convergence().assign(lr=0.125, alpha=0.07, momentum=0.9)
+    text = Parsed(write_report(comparison(convergence=ran), tmp_path).read_text()).text
+    shown = text[text.rindex("Convergence") : text.rindex("Residual by iteration")]
+    assert "which curvlab did not tune" in shown
+    for words in ("learning rate", "0.125", "0.07", "momentum"):
+        assert words in shown[shown.index("Where training ended") :]
+
+
 def test_the_figure_that_the_answer_goes_by_comes_first(tmp_path: Path) -> None:
     known = cells().assign(distance=[0.5, 0.4, 0.3, 0.2, 0.6, 0.7])
     page = write_report(comparison(cells=known, convergence=convergence().iloc[:0]), tmp_path)

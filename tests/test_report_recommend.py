@@ -291,6 +291,32 @@ def test_a_baseline_that_trains_better_is_recommended() -> None:
     assert found.best == ("a", "s")
 
 
+def test_the_settings_of_every_run_are_told_and_that_they_were_not_tuned() -> None:
+    ran = training(
+        a__s=([2.0, 1.0], 1.0), b__s=([2.0, 0.5], 2.0), sgd=([2.0, 1.5], 0.5), adam=([2.0, 1.5], 1.0)
+    )
+    own = ran["provider"] != ""
+    rate, momentum = ran["optimizer"].map({"adam": 0.001}).fillna(0.1), ran["optimizer"].map({"sgd": 0.9})
+    found = recommend(
+        frame(*PAIRS), None, ran.assign(lr=rate, alpha=np.where(own, 0.05, NAN), momentum=momentum)
+    )
+    assert (
+        "Every run had fixed settings, which curvlab did not tune, and other settings may change the order: "
+        "every pair with learning rate 0.1, α 0.05; sgd with learning rate 0.1, momentum 0.9; adam with "
+        "learning rate 0.001." in found.paragraphs
+    )
+
+
+def test_settings_that_differ_between_pairs_are_told_by_name() -> None:
+    ran = training(a__s=([2.0, 1.0], 1.0), b__s=([2.0, 0.5], 2.0))
+    found = recommend(frame(*PAIRS), None, ran.assign(lr=ran["provider"].map({"a": 0.1, "b": 0.2})))
+    assert "a + s with learning rate 0.1; b + s with learning rate 0.2." in found.text
+
+
+def test_settings_that_are_not_known_are_not_made_up() -> None:
+    assert "tune" not in recommend(frame(*PAIRS), None, training(a__s=([2.0, 1.0], 1.0))).text
+
+
 def test_a_baseline_does_not_beat_pairs_that_never_finished_training() -> None:
     found = recommend(frame(*PAIRS), None, training(a__s=([2.0, NAN], 1.0), sgd=([2.0, 1.0], 1.0)))
     assert found.headline.startswith("Train with sgd: no pair came to the end of its training.")

@@ -223,6 +223,13 @@ def test_the_findings_link_to_frames_that_exist(tiny: None, tmp_path: Path) -> N
     assert "not measured" in page.read_text()
 
 
+def test_a_figure_s_page_states_the_settings_of_every_run(tiny: None, tmp_path: Path) -> None:
+    text = reproduce("pch1-vs-pch2", SMOKE, tmp_path).with_suffix(".md").read_text()
+    assert "| optimizer | learning rate | α | momentum |" in text
+    assert "| pch-1 + ea-cg | 0.2 | 0.01 | 0 |" in text
+    assert "None of this was tuned here." in text
+
+
 def test_every_claim_belongs_to_an_experiment_and_says_when_it_is_not_measured() -> None:
     assert set(claims()) <= set(experiments())
     for found in claims().values():

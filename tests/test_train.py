@@ -119,6 +119,13 @@ def test_the_folder_holds_configuration_environment_rows_and_curve(tmp_path):
     assert (tmp_path / "learning-curve.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_learning_curve_names_the_settings_it_was_run_with(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("curvlab.studies.curves.save_curves", lambda frames, path: drawn.extend(frames))
+    train(small("sgd[lr=0.03]", epochs=1), tmp_path)
+    assert drawn == ["sgd\nlearning rate 0.03, momentum 0.9"]
+
+
 SPECS = [
     "second-order[ema=0.8,momentum=0.5,solver=kfi,provider=fisher,lr=0.02]",
     "second-order[refresh_every=4,adapt_every=3]",

@@ -62,6 +62,14 @@ def test_a_tiny_and_a_huge_loss_are_shown_with_their_digits(capsys):
     assert capsys.readouterr().out.split()[-6:] == ["12345.6", "1.23e-07", "9.87e+12", "–", "–", "ok"]
 
 
+def test_the_settings_of_the_run_are_told_and_that_they_were_not_tuned(tmp_path):
+    result = run("--epochs", "0", "--lr", "0.2", "-o", str(tmp_path))
+    told = (
+        "pch-1 + ea-cg: learning rate 0.2, α 0.05, momentum 0, schedule constant; as given or by default, not"
+    )
+    assert told in result.stderr
+
+
 def test_quiet_prints_nothing(tmp_path):
     assert run("--epochs", "0", "--quiet", "-o", str(tmp_path)).output == ""
 

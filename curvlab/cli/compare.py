@@ -213,7 +213,7 @@ def show_comparison(compared: Comparison) -> None:
         paragraph(LEGEND)
     if not compared.convergence.empty:
         last = compared.convergence.groupby("optimizer", sort=False).tail(1)
-        names = ("Epochs", "Seconds", "Train loss", "Test loss", "Accuracy")
+        names = ("lr", "Epochs", "Seconds", "Train loss", "Test loss", "Accuracy")
         wanted = {"Optimizer": "name"} | dict.fromkeys(names, "right")
         table(wanted, [_convergence_row(row) for row in last.to_dict("records")])
     for warning in compared.warnings:
@@ -237,6 +237,7 @@ def _cells_row(cell: dict[Any, Any]) -> list[str]:
 def _convergence_row(row: dict[Any, Any]) -> list[str]:
     return [
         row["optimizer"],
+        "–" if math.isnan(row["lr"]) else f"{row['lr']:g}",
         f"{row['epoch']:.0f}",
         f"{row['seconds']:.2f}",
         loss_text(row["train_loss"]),

@@ -22,6 +22,7 @@ from curvlab.cli.options import make_setup, setup_options
 from curvlab.distributed.launch import launched
 from curvlab.exceptions import SpecError
 from curvlab.studies.optimizers import optimizers
+from curvlab.studies.rates import rate_words, rates_of
 from curvlab.studies.train import Progress, TrainPlan, train
 
 __all__ = ["command"]
@@ -201,4 +202,6 @@ def _finish(frame: pd.DataFrame, plan: TrainPlan, folder: Path, quiet: bool) -> 
         click.echo(f"Stopped; the run is kept in {folder}. Resume it with:\n  {again}", err=True)
         sys.exit(INTERRUPTED)
     if not quiet:
+        settings = f"{rate_words(rates_of(plan.optimizer))}, schedule {plan.schedule}"
+        click.echo(f"{plan.labels()['optimizer']}: {settings}; as given or by default, not tuned.", err=True)
         click.echo(f"The run is in {folder}", err=True)

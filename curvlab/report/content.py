@@ -26,6 +26,7 @@ from curvlab.report.tables import (
     mapping_table,
 )
 from curvlab.report.theme import Look, Theme
+from curvlab.report.training import runs, settings_words
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -213,7 +214,8 @@ def _training(comparison: Comparison) -> Section | None:
         )
 
     drawings = tuple(drawing(*measure, against) for measure in measures for against in ("epoch", "seconds"))
-    return Section("training", "Convergence", drawings=drawings, tables=(convergence_table(convergence),))
+    text = " ".join(settings_words(runs(convergence)))
+    return Section("training", "Convergence", text, drawings, (convergence_table(convergence),))
 
 
 def _residuals(comparison: Comparison) -> Section | None:

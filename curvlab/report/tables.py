@@ -10,6 +10,7 @@ from typing import Any
 import pandas as pd
 
 from curvlab.report.numbers import MISSING, Unit, byte_unit, digits, percent, second_unit
+from curvlab.studies.rates import RATES
 
 __all__ = [
     "Entry",
@@ -90,10 +91,11 @@ def error_table(errors: pd.DataFrame) -> Table:
 
 
 def convergence_table(convergence: pd.DataFrame) -> Table:
-    """Where each optimizer ended."""
+    """Where each optimizer ended, with the settings it ran with where the frame has them."""
     ends = convergence.sort_values("epoch", kind="stable").groupby("optimizer", sort=False).tail(1)
     columns = [
         _text("optimizer", "optimizer"),
+        *(_number(words, name, lambda value: f"{value:g}") for name, words in RATES.items() if name in ends),
         _text("status", "status"),
         _number("epochs", "epoch", lambda value: f"{value:g}"),
         _number("seconds", "seconds"),

@@ -14,8 +14,9 @@ import pandas as pd
 
 from curvlab.report.numbers import digits, second_words
 from curvlab.report.words import counted, listed, sentence
+from curvlab.studies.rates import RATES, rate_words
 
-__all__ = ["CLOSE", "Run", "leaders", "runs", "training_words"]
+__all__ = ["CLOSE", "Run", "leaders", "runs", "settings_words", "training_words"]
 
 CLOSE = 0.05
 
@@ -24,7 +25,8 @@ CLOSE = 0.05
 class Run:
     """One optimizer's run: its loss at the end, and when the quickest run of all was done.
 
-    The latter is that of the last epoch it had finished by then, NaN for none.
+    The latter is that of the last epoch it had finished by then, NaN for none. `settings` are its learning
+    rate, damping and momentum in words, empty where they are not known.
     """
 
     optimizer: str
@@ -34,6 +36,7 @@ class Run:
     seconds: float
     loss: float
     loss_in_budget: float
+    settings: str = ""
 
     @property
     def finished(self) -> bool:
@@ -73,7 +76,30 @@ def training_words(found: Sequence[Run]) -> list[str]:
     lost = [run.optimizer for run in found if not run.finished]
     if lost:
         words.append(sentence(f"{listed(lost)} failed or diverged in training"))
-    return [" ".join(filter(None, words))]
+    return [" ".join(filter(None, words)), *settings_words(found)]
+
+
+def settings_words(found: Sequence[Run]) -> list[str]:
+    """What each run was made with, and that none was tuned: a sentence, or none where that is not known."""
+    known = [run for run in found if run.settings]
+    if not known:
+        return []
+    groups: dict[str, list[Run]] = {}
+    for run in known:
+        groups.setdefault(run.settings, []).append(run)
+    told = "; ".join(f"{_who(group, known)} with {settings}" for settings, group in groups.items())
+    return [
+        "Every run had fixed settings, which curvlab did not tune, and other settings may change the order: "
+        f"{told}."
+    ]
+
+
+def _who(group: Sequence[Run], known: Sequence[Run]) -> str:
+    """The runs of a group by name; all second-order runs, if they are several, as such."""
+    pairs = [run for run in known if run.provider]
+    if len(pairs) > 1 and all(run in group for run in pairs):
+        return listed(["every pair", *(run.optimizer for run in group if not run.provider)])
+    return listed([run.optimizer for run in group])
 
 
 def _by_epochs(best: Sequence[Run], found: Sequence[Run]) -> str:
@@ -116,6 +142,7 @@ def _run(name: str, group: pd.DataFrame, budget: float) -> Run:
         seconds=_end(group),
         loss=_loss(group),
         loss_in_budget=_loss(within) if len(within) else math.nan,
+        settings=rate_words({name: float(group[name].iloc[0]) for name in RATES if name in group}),
     )
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from curvlab.studies.errors import TOTAL
+from curvlab.studies.rates import RATES, rates_of
 
 __all__ = ["Comparison", "comparison_from"]
 
@@ -44,7 +45,7 @@ TRACES = ["provider", "solver", "block", "iteration", "residual"]
 BLOCK = ["block", "status", "iterations", "residual", "residual_full", "rank", "route", "cosine", "distance"]
 BLOCKS = ["provider", "solver", *BLOCK, "newton_reason"]
 EPOCH = ["epoch", "seconds", "train_loss", "test_loss", "test_accuracy", "status"]
-CONVERGENCE = ["optimizer", "provider", "solver", *EPOCH]
+CONVERGENCE = ["optimizer", "provider", "solver", *RATES, *EPOCH]
 
 Row = dict[str, Any]
 
@@ -63,7 +64,7 @@ class Comparison:
         errors: one row a provider and layer, and one whose layer is "Total".
         traces: relative residual by pair, block and iteration.
         blocks: one row a pair and block: how it was solved, and its closeness to Newton's direction.
-        convergence: one row an optimizer and epoch.
+        convergence: one row an optimizer and epoch, with the optimizer's learning rate, α and momentum.
         warnings: sentences a reader should know.
         failures: sentences on cells that failed.
     """
@@ -211,7 +212,7 @@ def _trained(rows: Sequence[Row], config: Mapping[str, Any]) -> list[Row]:
 
 def _epoch_rows(row: Row) -> list[Row]:
     named = {name: row[name] for name in ("optimizer", "provider", "solver")}
-    return [named | epoch for epoch in row.get("epochs", [])]
+    return [named | rates_of(row.get("spec", "")) | epoch for epoch in row.get("epochs", [])]
 
 
 def _warnings(

@@ -78,7 +78,7 @@ def _training(settings: Settings, spec: str, shown: Row) -> Task:
         text = spec  # the cell itself says what is wrong with it
     key = settings.key("convergence", optimizer=text, epochs=settings.epochs, batch=settings.train_batch)
     asked = {"epochs_asked": settings.epochs, "train_batch": settings.train_batch, "lr": settings.lr}
-    head: Row = {"key": key, "kind": "convergence", "study": settings.study, **shown, **asked}
+    head: Row = {"key": key, "kind": "convergence", "study": settings.study, "spec": text, **shown, **asked}
     return _with_settings(settings, "convergence", head, optimizer=spec)
 
 

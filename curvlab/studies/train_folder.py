@@ -24,6 +24,7 @@ from curvlab.exceptions import SpecError, StoreError
 from curvlab.measure.environment import environment
 from curvlab.studies.checkpoint import read_checkpoint, write_checkpoint
 from curvlab.studies.files import locked, writable_folder, write_text_atomic
+from curvlab.studies.rates import rate_words, rates_of
 from curvlab.studies.store import Store
 from curvlab.studies.train_plan import TrainPlan
 from curvlab.studies.train_run import TrainRun
@@ -78,7 +79,8 @@ class TrainFolder:
         """Draw the learning curve."""
         from curvlab.studies.curves import save_curves
 
-        save_curves({run.plan.labels()["optimizer"]: frame_of(run.rows)}, self.path / "learning-curve.png")
+        label = f"{run.plan.labels()['optimizer']}\n{rate_words(rates_of(run.plan.optimizer))}"
+        save_curves({label: frame_of(run.rows)}, self.path / "learning-curve.png")
 
     def _publish(self, run: TrainRun) -> None:
         known = self.store.keys()

@@ -24,6 +24,7 @@ from curvlab.reproduce.curves.words import curve_answer, end_frame
 from curvlab.reproduce.experiment import Experiment, Outcome
 from curvlab.reproduce.subjects import Options, Role, Scale, subject
 from curvlab.reproduce.task import Task
+from curvlab.studies.rates import rates_of
 from curvlab.studies.store import Store
 from curvlab.studies.train_plan import TrainPlan
 
@@ -143,14 +144,17 @@ class CurveFigure(Experiment):
             for against in ("epoch", "cpu_seconds")
         )
         title = f"{criterion}, seed {seed}"
-        return Section(f"curves-{slug}", title, drawings=drawings, tables=(convergence_table(part),))
+        settings = pd.DataFrame([rates_of(str(spec)) for spec in part["spec"]], index=part.index)
+        ends = convergence_table(part.join(settings))
+        return Section(f"curves-{slug}", title, drawings=drawings, tables=(ends,))
 
     def _settings(self, outcome: Outcome) -> Section:
         extent = EXTENTS[outcome.options.scale, self.role]
         _, note = subject(self.role, self.criteria[0], 0, outcome.options)
         notes = (
             f"All second-order runs: learning rate {RATE}, α {ALPHA}, batch 100; EA-CG with at most 20 "
-            f"iterations and tolerance 1e-10. Baseline: `{BASELINE}`. No schedule.",
+            f"iterations and tolerance 1e-10. Baseline: `{BASELINE}`. No schedule. None of this was tuned "
+            "here.",
             f"{extent.epochs} epochs here, 200 in the paper"
             + (f"; the data set is cut to {extent.limits}" if extent.limits else "")
             + f"; training loss over {extent.evaluated} training examples at most.",
