@@ -223,6 +223,44 @@ def test_the_findings_link_to_frames_that_exist(tiny: None, tmp_path: Path) -> N
     assert "not measured" in page.read_text()
 
 
+def test_findings_at_smoke_scale_name_their_data_and_are_marked_as_no_evidence(
+    tiny: None, tmp_path: Path
+) -> None:
+    table = reproduce("table2", SMOKE, tmp_path).with_suffix(".md").read_text()
+    findings = write_findings(tmp_path, SMOKE).with_suffix(".md").read_text()
+    for text in (table, findings):
+        assert "nothing here is evidence for or against the paper" in text[: text.index("\n## ")]
+    assert "**No evidence, only a trial at smoke scale: of " in findings
+    sections = dict(section.split("\n\n", 1) for section in findings.split("\n## ")[1:])
+    section = sections["Table 2: errors on CIFAR-10, cross-entropy (here on digits, smoke scale)"]
+    assert section.startswith("Measured on digits, smoke scale. The paper's data were not used: no evidence.")
+    verdicts = re.findall(r"\| ([^|]+) \|$", section.split("###")[1], flags=re.M)[2:]
+    assert len(verdicts) == 5
+    assert all(verdict.endswith("(no evidence)") for verdict in verdicts)
+    assert sections["Table 4: errors on CIFAR-10, robust loss"].startswith("Not measured.")
+
+
+def test_findings_say_the_scale_that_was_measured_at_not_the_one_asked_for_last(
+    tiny: None, tmp_path: Path
+) -> None:
+    reproduce("table2", SMOKE, tmp_path)
+    findings = write_findings(tmp_path, Options("laptop")).with_suffix(".md").read_text()
+    assert "scale: smoke" in findings
+    assert "nothing here is evidence" in findings
+
+
+def test_findings_on_the_papers_data_are_not_marked(tiny: None, tmp_path: Path) -> None:
+    reproduce("table2", SMOKE, tmp_path)
+    store = tmp_path / "table2" / "work" / "results.jsonl"
+    kept = store.read_text().replace('"smoke"', '"laptop"').replace('"data": "digits"', '"data": "cifar10"')
+    store.write_text(kept)
+    findings = write_findings(tmp_path, Options("laptop")).with_suffix(".md").read_text()
+    assert (
+        "\n## Table 2: errors on CIFAR-10, cross-entropy\n\nMeasured on cifar10, laptop scale.\n" in findings
+    )
+    assert "evidence" not in findings
+
+
 def test_a_figure_s_page_states_the_settings_of_every_run(tiny: None, tmp_path: Path) -> None:
     text = reproduce("pch1-vs-pch2", SMOKE, tmp_path).with_suffix(".md").read_text()
     assert "| optimizer | learning rate | α | momentum |" in text

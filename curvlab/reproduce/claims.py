@@ -67,7 +67,9 @@ def claims() -> dict[str, tuple[Claim, ...]]:
 
 def _convex_errors() -> tuple[Claim, ...]:
     return (
-        ordering_claim(("pch-1", "gauss-newton"), "PCH-1 is closer to the Hessian than Gauss-Newton."),
+        ordering_claim(
+            ("pch-1", "gauss-newton"), "PCH-1 is closer to the absolute Hessian than Gauss-Newton."
+        ),
         ordering_claim(("pch-2", "pch-1"), "PCH-2 is closer than PCH-1."),
         ordering_claim(("gauss-newton", "fisher"), "Gauss-Newton is closer than the Fisher matrix."),
         ordering_claim(
@@ -78,8 +80,12 @@ def _convex_errors() -> tuple[Claim, ...]:
 
 def _non_convex_errors() -> tuple[Claim, ...]:
     return (
-        ordering_claim(("pch-1", "fisher"), "PCH-1 is closer to the Hessian than the Fisher matrix."),
-        ordering_claim(("pch-2", "fisher"), "PCH-2 is closer to the Hessian than the Fisher matrix."),
+        ordering_claim(
+            ("pch-1", "fisher"), "PCH-1 is closer to the absolute Hessian than the Fisher matrix."
+        ),
+        ordering_claim(
+            ("pch-2", "fisher"), "PCH-2 is closer to the absolute Hessian than the Fisher matrix."
+        ),
         ordering_claim(("pch-1", "pch-2"), "PCH-1 is closer than PCH-2."),
         ordering_claim(("pch-1", "pch-2", "fisher"), "The Totals are ordered as the table has them."),
     )

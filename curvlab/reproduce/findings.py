@@ -14,6 +14,7 @@ from curvlab.reproduce.claims import claims
 from curvlab.reproduce.experiment import Experiment
 from curvlab.reproduce.experiments import experiments
 from curvlab.reproduce.judgement import Claim, Frames, Judgement
+from curvlab.reproduce.provenance import BANNER, Provenance
 from curvlab.reproduce.run import work_folder
 from curvlab.reproduce.subjects import Options
 from curvlab.studies.store import Store
@@ -32,21 +33,21 @@ HEADS = ("the paper says", "measured", "verdict")
 def write_findings(output: str | Path, options: Options) -> Path:
     """Judge every claim by what is in the experiments' folders, and write findings.html and findings.md."""
     output = Path(output)
-    judged = [
-        (experiment, _frames(experiment, output / name), claims().get(name, ()))
-        for name, experiment in experiments().items()
-    ]
-    sections, counts = [], Counter[str]()
-    for experiment, frames, found in judged:
-        if not found:
+    known = claims()
+    sections, counts, measured = [], Counter[str](), []
+    for name, experiment in experiments().items():
+        if not known.get(name):
             continue
-        results = [claim.judge(frames) for claim in found]
+        frames, provenance = _measured(experiment, output / name, options)
+        results = [claim.judge(frames) for claim in known[name]]
         counts.update(result.verdict for result in results)
-        sections.append(_section(experiment, frames, found, results))
+        sections.append(_section(experiment, frames, provenance, known[name], results))
+        measured += [provenance] if frames else []
+    scales = dict.fromkeys(scale for provenance in measured for scale in provenance.scales)
     content = Content(
         title="The paper's claims, one by one",
-        facts=(("scale", options.scale),),
-        answer=_answer(counts),
+        facts=(("scale", ", ".join(scales or [options.scale])),),
+        answer=_answer(counts, smoke=any(provenance.smoke for provenance in measured)),
         sections=tuple(sections),
         look=lambda theme: Look(theme=theme),
         names=(),
@@ -54,18 +55,26 @@ def write_findings(output: str | Path, options: Options) -> Path:
     return write_pages(content, output, "findings")
 
 
-def _frames(experiment: Experiment, folder: Path) -> Frames:
+def _measured(experiment: Experiment, folder: Path, options: Options) -> tuple[Frames, Provenance]:
+    """The frames of an experiment, none where it has not run, and what they were measured on."""
     work = work_folder(folder)
     if not (work / "results.jsonl").exists():
-        return {}
-    return experiment.frames(Store(work, read_only=True))
+        return {}, Provenance((options.scale,))
+    store = Store(work, read_only=True)
+    frames = experiment.frames(store)
+    return frames, Provenance.of(store, frames, options)
 
 
 def _section(
-    experiment: Experiment, frames: Frames, found: tuple[Claim, ...], results: list[Judgement]
+    experiment: Experiment,
+    frames: Frames,
+    provenance: Provenance,
+    found: tuple[Claim, ...],
+    results: list[Judgement],
 ) -> Section:
+    trial = bool(frames) and provenance.smoke
     rows = tuple(
-        (Entry(claim.says), Entry(result.measured), Entry(result.verdict))
+        (Entry(claim.says), Entry(result.measured), Entry(_verdict(result, trial)))
         for claim, result in zip(found, results, strict=True)
     )
     links = [("the page", f"{experiment.name}/report.html")] if frames else []
@@ -73,7 +82,8 @@ def _section(
     rules = {claim.rule: [c.says for c in found if c.rule == claim.rule] for claim in found}
     return Section(
         experiment.name,
-        experiment.title,
+        f"{experiment.title} (here {provenance.words})" if trial else experiment.title,
+        _where(frames, provenance),
         tables=(Table("Claims", HEADS, (False, False, False), rows, sortable=False),),
         folded=(
             Table(
@@ -88,12 +98,26 @@ def _section(
     )
 
 
-def _answer(counts: Counter[str]) -> Answer:
+def _verdict(result: Judgement, trial: bool) -> str:
+    return f"{result.verdict} (no evidence)" if trial and result.verdict != "not measured" else result.verdict
+
+
+def _where(frames: Frames, provenance: Provenance) -> str:
+    """What stands under a heading: the data and the scale."""
+    if not frames:
+        return "Not measured."
+    no_evidence = " The paper's data were not used: no evidence." if provenance.smoke else ""
+    return f"Measured {provenance.words}.{no_evidence}"
+
+
+def _answer(counts: Counter[str], smoke: bool) -> Answer:
     total = sum(counts.values())
     parts = [f"{counts[verdict]} {words}" for verdict, words in VERDICTS.items() if counts[verdict]]
+    judged = f"of {total} claims, {listed(parts)}." if parts else "no claim has been judged."
     return Answer(
-        f"Of {total} claims, {listed(parts)}." if parts else "No claim has been judged.",
+        f"No evidence, only a trial at smoke scale: {judged}" if smoke else judged[0].upper() + judged[1:],
         (
+            *([BANNER] if smoke else []),
             "Verdicts are computed from the frames by the rules under each table. The paper's optimizer "
             "behind the trajectories, its numbers of updates, the examples behind its expectations, its "
             "pre-processing and the settings behind its figures are not printed, so a claim that does not "

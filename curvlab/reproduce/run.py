@@ -20,6 +20,7 @@ from curvlab.measure.environment import environment
 from curvlab.report.write import write_pages
 from curvlab.reproduce.experiment import ENVIRONMENT, Experiment, Outcome
 from curvlab.reproduce.experiments import experiment_named
+from curvlab.reproduce.provenance import Provenance, record_scale
 from curvlab.reproduce.subjects import Options
 from curvlab.reproduce.task import Places, Show, Task
 from curvlab.studies.executor import Place, place_of, run
@@ -60,6 +61,8 @@ def reproduce(
         set_aside(places.store)
     store = Store(places.store)
     tasks = experiment.tasks(options)
+    if any(not task.finished(store) for task in tasks):
+        record_scale(store, options.scale)
     _carry_out(tasks, places, store, place_of(executor), on_progress or (lambda done, total, label: None))
     return write_experiment(experiment, store, options, folder)
 
@@ -70,7 +73,7 @@ def write_experiment(experiment: Experiment, store: Store, options: Options, fol
     outcome = Outcome(store, options, command_of(experiment.name, options), frames)
     for name, frame in frames.items():
         write_text_atomic(folder / f"{name}.csv", frame.to_csv(index=False, float_format="%.6g"))
-    return write_pages(experiment.content(outcome), folder)
+    return write_pages(Provenance.of(store, frames, options).mark(experiment.content(outcome)), folder)
 
 
 def work_folder(folder: Path) -> Path:

@@ -17,11 +17,12 @@ from curvlab.exceptions import SpecError
 from curvlab.reproduce.grid.study import GridStudy
 from curvlab.studies.setup import Setup
 
-__all__ = ["SCALES", "Options", "Role", "Scale", "subject"]
+__all__ = ["SCALES", "SMOKE", "Options", "Role", "Scale", "subject"]
 
 Scale = Literal["smoke", "laptop", "paper"]
 Role = Literal["cifar10", "imagenet10"]
 SCALES: tuple[Scale, ...] = ("smoke", "laptop", "paper")
+SMOKE: Scale = "smoke"
 SMOKE_ARCH = "fcnn[widths=64-48-32-16-10]"
 
 
@@ -60,7 +61,7 @@ def subject(role: Role, criterion: str, seed: int, options: Options, limits: str
     ('digits', "On scikit-learn's 8×8 digits with a network 64-48-32-16-10, not on the paper's data.")
     """
     common = {"criterion": criterion, "batch": 100, "seed": seed, "device": options.device}
-    if options.scale == "smoke":
+    if options.scale == SMOKE:
         note = "On scikit-learn's 8×8 digits with a network 64-48-32-16-10, not on the paper's data."
         return Setup(data="digits", arch=SMOKE_ARCH, **common), note  # type: ignore[arg-type]
     name = role
