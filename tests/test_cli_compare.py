@@ -478,6 +478,12 @@ def test_models_data_and_criteria_of_the_user_s_own_are_compared(tmp_path, monke
     assert call(*arguments, "--quiet").exit_code == 0
     assert Path("out/results.jsonl").read_text() == rows
     assert call(*arguments, "--epochs", "1").exit_code == 2
+    assert "\nbatch" not in Path("out/config.toml").read_text()
+    again = call("compare", "--config", "out/config.toml", "-o", "out", "--quiet")
+    assert (again.exit_code, Path("out/results.jsonl").read_text()) == (0, rows)
+    ignored = call(*arguments, "--batch", "3", "--data-dir", "here")
+    assert ignored.exit_code == 2
+    assert "--batch 3 and --data-dir here would change nothing: the batches are your own" in ignored.stderr
 
 
 def test_a_conflict_of_a_merge_is_named_by_its_optimizer_too(tmp_path):

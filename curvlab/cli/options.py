@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
+from curvlab import imports
 from curvlab.exceptions import SpecError
 from curvlab.studies.settings import Settings
 from curvlab.studies.setup import Setup
@@ -112,14 +113,25 @@ def make_settings(options: dict[str, Any]) -> Settings:
     """Settings from a configuration file, if there is one, and the options over it."""
     path = options.pop("config", None)
     settings = {} if path is None else _from_file(path)
-    settings |= {
-        name: value for name in (*FIELDS, *GRID) if (value := options.pop(name, None)) not in (None, ())
-    }
+    given = {name: value for name in (*FIELDS, *GRID) if (value := options.pop(name, None)) not in (None, ())}
+    settings |= given
+    _check_used(given, settings)
     for name in LISTS:
         if name in settings:
             settings[name] = (settings[name],) if isinstance(settings[name], str) else tuple(settings[name])
     setup = make_setup(settings)
     return Settings.of(setup, **settings)
+
+
+def _check_used(given: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Refuse options of a named data set where the batches are the user's own."""
+    data = settings.get("data", "")
+    ignored = [f"--{name.replace('_', '-')} {given[name]}" for name in ("batch", "data_dir") if name in given]
+    if ignored and imports.is_address(data):
+        raise SpecError(
+            f"{' and '.join(ignored)} would change nothing: the batches are your own, `{data}`. "
+            f"Leave {'it' if len(ignored) == 1 else 'them'} out, or name a data set"
+        )
 
 
 def _from_file(path: str) -> dict[str, Any]:

@@ -150,7 +150,7 @@ def _readable(setup: Setup) -> dict[str, Any]:
     for name, registry in registries.items():
         if fields[name] is not None and not imports.is_address(fields[name]):
             fields[name] = label(registry, fields[name])
-    return fields
+    return fields | ({"batch": None} if imports.is_address(setup.data) else {})  # their batches have a size
 
 
 def _version() -> str:
