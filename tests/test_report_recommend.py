@@ -282,7 +282,7 @@ def test_training_may_agree_with_cost_and_error() -> None:
 def test_losses_within_five_per_cent_are_too_close_to_call() -> None:
     found = recommend(frame(*PAIRS), None, training(a__s=([2.0, 0.51], 1.0), b__s=([2.0, 0.50], 2.0)))
     assert found.best == ("a", "s")
-    assert found.headline == "Use a + s: in training it is too close to call against b + s."
+    assert found.headline == f"Use a + s, {BY_ERROR}: in training it is too close to call against b + s."
 
 
 def test_a_baseline_that_trains_better_is_recommended() -> None:

@@ -33,8 +33,8 @@ INTERRUPTED = 130
 DEFAULT_FOLDER = Path("runs/compare")
 LEGEND = (
     "vs |H|: how far the provider's bias blocks are from those of the absolute Hessian, ‖B − |H|‖ / ‖|H|‖ "
-    "(the paper's error; the same for every solver). Step: how far the pair's step is from the exact damped "
-    "Newton step, ‖d − n‖ / ‖n‖."
+    "(the paper's error; the same for every solver; of `hessian` itself no error but negative curvature). "
+    "Step: how far the pair's step is from the exact damped Newton step, ‖d − n‖ / ‖n‖."
 )
 
 

@@ -162,7 +162,8 @@ def _trained(best: Candidate, found: Sequence[Run], measure: Measure) -> tuple[s
     text = f"Use {chosen.provider} + {chosen.solver}"
     rivals = [run.optimizer for run in close if run != chosen]
     if rivals:
-        return f"{text}: in training it is too close to call against {listed(rivals)}.", pair
+        by = f", by {basis}" if pair == _key(best) else ""
+        return f"{text}{by}: in training it is too close to call against {listed(rivals)}.", pair
     if pair == _key(best):
         return f"{text}: it trained to the lowest loss, and is the best by {basis} too.", pair
     return f"{text}: it trained to the lowest loss, though by {basis} it would be {best.name}.", pair
