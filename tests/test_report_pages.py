@@ -283,6 +283,15 @@ def test_figures_draw_on_the_axes_given_and_leave_settings_alone() -> None:
     assert dict(mpl.rcParams) == before
 
 
+def test_bars_of_one_repetition_have_no_whiskers() -> None:
+    def entries(frame: pd.DataFrame) -> list[str]:
+        legend = cost_bars(frame).get_legend()
+        return [text.get_text().replace("\n", " ") for text in legend.get_texts()]
+
+    assert "interquartile range of total" in entries(cells())
+    assert "interquartile range of total" not in entries(cells().assign(total_iqr=math.nan))
+
+
 def test_the_heat_map_has_layers_down_providers_across_and_every_number() -> None:
     ax = error_heatmap(errors())
     assert [label.get_text() for label in ax.get_yticklabels()] == ["1", "2", "Total"]

@@ -48,17 +48,24 @@ def cost_bars(cells: pd.DataFrame, ax: Axes | None = None, look: Look | None = N
         ax.barh(rows, width, HEIGHT, left, color=colours, alpha=strength)
         left += width
     total = shown["total_seconds"].to_numpy() / unit.size
-    half = shown["total_iqr"].fillna(0).to_numpy() / unit.size / 2
-    ax.errorbar(total, rows, xerr=half, fmt="none", ecolor=look.theme.ink, elinewidth=1, capsize=2.5)
-    _numbers(ax, look, total + half, total)
+    half = shown["total_iqr"].to_numpy(dtype=float) / unit.size / 2
+    whiskers = _whiskers(ax, look, total, half)
+    _numbers(ax, look, total + np.nan_to_num(half), total)
     _finish(ax, look, shown, f"median time ({unit.name})")
     shades = [Patch(color=look.theme.ink, alpha=strength, label=phase) for phase, strength in PHASES.items()]
-    legend(
-        ax,
-        look,
-        [*shades, Line2D([], [], color=look.theme.ink, linewidth=1, label="interquartile\nrange of total")],
-    )
+    legend(ax, look, [*shades, *whiskers])
     return ax
+
+
+def _whiskers(ax: Axes, look: Look, total: np.ndarray, half: np.ndarray) -> list[Artist]:
+    """Whiskers where a spread is known, and their entry in the legend: one repetition has none."""
+    known = np.flatnonzero(np.isfinite(half))
+    if not known.size:
+        return []
+    ax.errorbar(
+        total[known], known, xerr=half[known], fmt="none", ecolor=look.theme.ink, elinewidth=1, capsize=2.5
+    )
+    return [Line2D([], [], color=look.theme.ink, linewidth=1, label="interquartile\nrange of total")]
 
 
 def memory_bars(cells: pd.DataFrame, ax: Axes | None = None, look: Look | None = None) -> Axes:

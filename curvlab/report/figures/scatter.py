@@ -71,7 +71,7 @@ def _point(ax: Axes, look: Look, pair: Candidate, unit: Unit) -> None:
     ax.errorbar(
         pair.cost / unit.size,
         100 * pair.error,
-        xerr=pair.spread / 2 / unit.size,
+        xerr=pair.spread / 2 / unit.size or None,
         color=look.colour(pair.provider),
         marker=look.marker(pair.solver),
         markersize=7,
