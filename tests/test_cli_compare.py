@@ -296,7 +296,8 @@ def test_a_function_of_the_user_s_that_raises_is_a_sentence_and_exit_code_1(
     monkeypatch.delitem(sys.modules, "broken_study", raising=False)
     Path("broken_study.py").write_text("def build():\n    raise KeyError('width')\n")
     place = [] if command == "plan" else ["-o", "out"]
-    found = call(command, *TINY, option, "broken_study:build", *place)
+    rest = ["--data", TINY[3]] if option == "--model" else ["--arch", TINY[1]]
+    found = call(command, *rest, option, "broken_study:build", *place)
     assert found.exit_code == 1, found.output
     assert "Traceback" not in found.output
     assert found.stderr.count("raised KeyError: 'width'. Correct the function") == 1

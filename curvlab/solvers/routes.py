@@ -2,11 +2,11 @@
 
 Costs are floating-point operations at the speed of a matrix product. Memory traffic counts `FLOPS_PER_BYTE`
 operations a byte (about what one core does while it waits for a byte), and a factorisation of order k what it
-takes at that speed: k³/3 + 200k² for Cholesky, 9k³ + 3000k² for eigenvectors. For m rows, n = n_{t-1} inputs
-and o = n_t outputs:
+takes at that speed: k³/3 + 200k² for Cholesky, 9k³ + 3000k² for eigenvectors, 5k²n + 4000k² for the QR
+decomposition of k rows of n. For m rows, n = n_{t-1} inputs and o = n_t outputs:
 
     sample   K            m²n + solve(m)                  and the update  2 o m n
-    row      QR, G, D     8 m²n + 10 o m n + solve(m)         + traffic of G and D
+    row      QR, G, D     qr(m, n) + 10 o m n + solve(m)      + traffic of G and D
     dense    E[hhᵀ], G    m n² + 2 o m n + solve(n)           + traffic of G and D
 
 where solve(k) is the work on coordinates of k columns: factorisation and products of the factored inverse
@@ -51,6 +51,10 @@ def _cholesky(k: int) -> float:
 
 def _eigh(k: int) -> float:
     return 9.0 * k**3 + 3000.0 * k * k
+
+
+def _qr(k: int, n: int) -> float:
+    return 5.0 * k * k * n + 4000.0 * k * k
 
 
 class Work(ABC):
@@ -109,7 +113,7 @@ def costs(m: int, n: int, o: int, work: Work, element_size: int) -> dict[str, fl
     update = 2.0 * o * m * n
     return {
         "sample": 2 * SYMMETRIC * m * m * n + update + work.solve(m, o, diagonal=True),
-        "row": 8.0 * m * m * n + 5 * update + 6 * traffic + work.solve(m, o) + work.outside(n, o),
+        "row": _qr(m, n) + 5 * update + 6 * traffic + work.solve(m, o) + work.outside(n, o),
         "dense": 2 * SYMMETRIC * m * n * n + update + 4 * traffic + work.solve(n, o),
     }
 
@@ -128,7 +132,7 @@ def mean_costs(m: int, n: int, o: int, element_size: int, iterative: bool) -> di
     update = 2.0 * o * m * n
     if iterative:
         grams = 2 * SYMMETRIC * m * m * (n + o)
-        return {"sample": grams + update, "dense": update + 5 * traffic}
+        return {"sample": grams + update, "dense": update + 4 * traffic}
     left = 2.0 * o * o
     return {"sample": left * m + update, "dense": left * n + update + 6 * traffic}
 

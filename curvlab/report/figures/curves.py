@@ -69,7 +69,7 @@ def convergence_curves(
 
 
 def residual_curves(traces: pd.DataFrame, ax: Axes | None = None, look: Look | None = None) -> Axes:
-    """The largest relative residual over the blocks, by iteration; a block that is done keeps its last.
+    """The largest recursive residual over the blocks, by iteration; a block that is done keeps its last.
 
     >>> frame = pd.DataFrame({"provider": "pch-1", "solver": "cg", "block": ["a", "a", "b"],
     ...     "iteration": [0, 1, 0], "residual": [1.0, 0.1, 0.5]})
@@ -88,7 +88,7 @@ def residual_curves(traces: pd.DataFrame, ax: Axes | None = None, look: Look | N
         blocks = group.pivot_table(index="iteration", columns="block", values="residual", aggfunc="last")
         worst = blocks.sort_index().ffill().max(axis=1)
         ax.plot(worst.index, worst.to_numpy(), **_style(look, str(provider), str(solver), len(worst)))
-    ax.set(xlabel="iteration", ylabel="relative residual, largest over blocks")
+    ax.set(xlabel="iteration", ylabel="recursive residual, largest over blocks")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     log_axis(ax, "y")
     dress(ax, look)
