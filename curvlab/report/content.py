@@ -223,9 +223,9 @@ def _residuals(comparison: Comparison) -> Section | None:
     if traces.empty:
         return None
     caption = (
-        "Relative residual of each iterative solver in its own system, the largest over the blocks: the one it "
-        "carries along, which goes on falling where the true one has come to the rounding of the dtype. Systems "
-        "differ between solvers; the table has the true residual in one common system."
+        "Relative residual of each iterative solver in its own system, the largest over the blocks: the one "
+        "it carries along, which goes on falling where the true one has come to the rounding of the dtype. "
+        "Systems differ between solvers; the table has the true residual in one common system."
     )
     drawing = Drawing("residuals", caption, lambda look: residual_curves(traces, look=look))
     return Section("residuals", "Residual by iteration", drawings=(drawing,))
