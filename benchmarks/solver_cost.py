@@ -1,12 +1,14 @@
 """What solving and stepping cost, against the paper's equations and against SGD, each a ratio in one run.
 
     python -m benchmarks.solver_cost [--networks C I] [--tables solves steps memory routes]
-                                     [--repetitions 7] [--threads 1]
+                                     [--repetitions 7] [--threads 1] [--keep-memory]
 
 C is 3072-1024-…-10 with batch 500, I is 150528-1024-…-10 with batch 100, on random data. Times are
 medians (and interquartile ranges) of repetitions that take turns; nothing is remembered between solves.
 Ratios are given by the clock and by processor time, which other programs on the machine change little; the
-verdict is on the latter.
+verdict is on the latter. The explicit forms make many matrices of the weight's size, and on Linux up to half
+of their time is page faults, as the heap happens to lie; `--keep-memory` spares both forms most of them (see
+`curvlab.device.keep_freed_memory`).
 
 The tables: `solves`, default against `formulation="explicit"`, from the curvature to the direction: of
 tensors, the gradient that the paper's equations start from, and of factors, where the explicit form (and the
@@ -29,6 +31,7 @@ import curvlab
 from benchmarks import route_cost
 from benchmarks.workload import Case, SGDStep, cold, problem_of, second_order_step
 from curvlab import Problem
+from curvlab.device import keep_freed_memory
 from curvlab.measure.memory import peak_bytes
 from curvlab.measure.timing import Ratio, Timing, interleaved, ratio
 from curvlab.solvers import CG, EACG, KFI, Solver
@@ -189,8 +192,11 @@ def main() -> None:
     parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES))
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--keep-memory", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    if options.keep_memory:
+        keep_freed_memory("cpu")
     print(f"{options.threads} threads, {options.repetitions} repetitions; medians (interquartile ranges)")
     measured = {"solves": solve_rows, "steps": step_rows, "memory": memory_rows}
     for network in options.networks:
