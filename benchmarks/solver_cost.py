@@ -1,7 +1,8 @@
 """What solving and stepping cost, against the paper's equations and against SGD, each a ratio in one run.
 
     python -m benchmarks.solver_cost [--networks C I] [--tables solves steps memory routes]
-                                     [--repetitions 7] [--threads 1] [--keep-memory]
+                                     [--gradients tensors factors] [--repetitions 7] [--threads 1]
+                                     [--keep-memory]
 
 C is 3072-1024-…-10 with batch 500, I is 150528-1024-…-10 with batch 100, on random data. Times are
 medians (and interquartile ranges) of repetitions that take turns; nothing is remembered between solves.
@@ -20,7 +21,7 @@ cost model chose against every forced route (see `benchmarks.route_cost`).
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -38,6 +39,7 @@ from curvlab.solvers import CG, EACG, KFI, Solver
 
 NETWORKS = {"C": Case("cifar10-fcnn", batch=500), "I": Case("imagenet10-fcnn", batch=100)}
 TABLES = ("solves", "steps", "memory", "routes")
+GRADIENTS = ("tensors", "factors")
 METHODS = (("pch-1", "ea-cg"), ("pch-1", "kfi"), ("fisher", "kfi"))
 
 
@@ -79,8 +81,8 @@ def milliseconds(timing: Timing) -> str:
     return f"{timing.median * 1e3:.1f} ({timing.iqr * 1e3:.1f})"
 
 
-def solve_rows(network: str, problem: Problem, repetitions: int) -> list[Row]:
-    """Default against explicit, with the gradient in factors (explicit forms it) and as tensors."""
+def solve_rows(network: str, problem: Problem, repetitions: int, gradients: Sequence[str]) -> list[Row]:
+    """Default against explicit, with the gradient in factors (explicit forms it) or as tensors."""
     gradient, curvature = problem.gradient(), curvlab.estimate("pch-1", problem)
     formed = dict(gradient.items())
     # Made ahead, so that the copying is not timed.
@@ -97,9 +99,9 @@ def solve_rows(network: str, problem: Problem, repetitions: int) -> list[Row]:
 
     ways = {"tensors": as_tensors, "factors": in_factors}
     return [
-        {"network": network, "gradient": given, **_speedup(wanted, given, solve, repetitions)}
+        {"network": network, "gradient": given, **_speedup(wanted, given, ways[given], repetitions)}
         for wanted in SPEEDUPS[network]
-        for given, solve in ways.items()
+        for given in gradients
     ]
 
 
@@ -190,6 +192,7 @@ def main() -> None:
     )
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES))
+    parser.add_argument("--gradients", nargs="+", choices=GRADIENTS, default=list(GRADIENTS))
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--keep-memory", action="store_true")
@@ -198,7 +201,8 @@ def main() -> None:
     if options.keep_memory:
         keep_freed_memory("cpu")
     print(f"{options.threads} threads, {options.repetitions} repetitions; medians (interquartile ranges)")
-    measured = {"solves": solve_rows, "steps": step_rows, "memory": memory_rows}
+    solves = partial(solve_rows, gradients=options.gradients)
+    measured = {"solves": solves, "steps": step_rows, "memory": memory_rows}
     for network in options.networks:
         problem = problem_of(NETWORKS[network])
         for table in (name for name in options.tables if name in measured):
