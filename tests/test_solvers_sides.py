@@ -12,15 +12,14 @@ from curvlab.linalg import DenseFactor, GramFactor
 from curvlab.linalg.inputs import InputFactors
 from curvlab.linalg.product import RowProduct, form
 from curvlab.solvers.mean_side import MeanSide
+from curvlab.solvers.perpendicular import SPLIT_ELEMENTS, split_gradient
 from curvlab.solvers.residual import DampedSystem, weight_residual
 from curvlab.solvers.sides import (
-    SPLIT_ELEMENTS,
     DenseSide,
     EigenSide,
     InputSide,
     RowSide,
     SampleSide,
-    split_gradient,
 )
 from tests.solver_cases import assert_close, problem
 from tests.test_linalg_factors import randn, roots

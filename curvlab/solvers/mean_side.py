@@ -19,6 +19,7 @@ from curvlab.gradient import RowGradient
 from curvlab.linalg import Combination, GramFactor, RowProduct
 from curvlab.linalg.inputs import InputFactors
 from curvlab.linalg.norms import binary_scale, trustworthy
+from curvlab.solvers.perpendicular import split_gradient
 from curvlab.solvers.sides import (
     Coordinates,
     InputSide,
@@ -26,7 +27,6 @@ from curvlab.solvers.sides import (
     WeightGradient,
     formed,
     joined,
-    split_gradient,
 )
 
 __all__ = ["MeanSide"]
