@@ -1,6 +1,6 @@
 """A formed gradient along an orthonormal basis Q and outside of it, in all digits.
 
-    G = (GQ) Qᵀ + G⊥      GQ and ‖G⊥‖ are what an iteration needs; G⊥ is never held whole
+G = (GQ) Qᵀ + G⊥      GQ and ‖G⊥‖ are what an iteration needs; G⊥ is never held whole
 """
 
 from __future__ import annotations
