@@ -8,7 +8,10 @@ forwards and functional activations are all seen as what they compute.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, fx, nn
 
@@ -17,6 +20,9 @@ from curvlab.exceptions import ProblemError
 from curvlab.layers import Layer
 
 __all__ = ["DROPOUTS", "Chain", "NoChain", "chain_of"]
+
+# Two traces at once would each put back what the other had replaced.
+_TRACING = threading.Lock()
 
 RESHAPES = {"flatten", "view", "reshape"}
 SHAPE_QUERIES = {"size", "getattr", "getitem", "dim"}
@@ -66,7 +72,8 @@ def chain_of(model: nn.Module, layers: tuple[Layer, ...]) -> Chain:
         if module._forward_hooks or module._forward_pre_hooks:
             raise NoChain(f"module `{name}` has a forward hook, which may change what it computes")
     try:
-        graph = _Tracer().trace(model)
+        with _TRACING:
+            graph = _Tracer().trace(model)
     except Exception as error:
         raise NoChain(f"its forward cannot be traced ({type(error).__name__}: {error})") from error
     walk = _Walk({layer.module: layer for layer in layers})
@@ -75,7 +82,27 @@ def chain_of(model: nn.Module, layers: tuple[Layer, ...]) -> Chain:
 
 
 class _Tracer(fx.Tracer):
-    """Traces into what contains a Linear; everything else is one node."""
+    """Traces into what contains a Linear; everything else is one node.
+
+    While it traces, fx replaces nn.Module's `__call__` and `__getattr__` for the whole process. Other threads
+    that call modules meanwhile are passed on to the originals, so that only this thread is traced.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._thread = threading.get_ident()
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if threading.get_ident() != self._thread:
+            return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        if threading.get_ident() != self._thread:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return isinstance(m, nn.Linear) or not any(isinstance(child, nn.Linear) for child in m.modules())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -392,3 +393,36 @@ def test_distributed_models_work(tmp_path: os.PathLike[str]) -> None:
         check_wrapped(nn.parallel.DistributedDataParallel(model), model)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_reading_a_model_in_one_thread_leaves_the_calls_of_others_alone() -> None:
+    read, other, x = mlp(nn.Sigmoid()), mlp(nn.Tanh()), torch.randn(5, 4)
+    expected, expected_read = other(x), read(x)
+    failures: list[str] = []
+    stop = threading.Event()
+
+    def call() -> None:
+        while not stop.is_set():
+            try:
+                assert torch.equal(other(x), expected)
+                assert torch.equal(read(x), expected_read)
+                assert isinstance(read[0].weight, nn.Parameter)
+            except Exception as error:
+                failures.append(f"{type(error).__name__}: {error}")
+
+    def build() -> None:
+        for _ in range(60):
+            assert Network.of(read).chain is not None
+
+    callers = [threading.Thread(target=call) for _ in range(2)]
+    builders = [threading.Thread(target=build) for _ in range(2)]
+    before = nn.Module.__call__, nn.Module.__getattr__
+    for thread in (*callers, *builders):
+        thread.start()
+    for thread in builders:
+        thread.join()
+    stop.set()
+    for thread in callers:
+        thread.join()
+    assert failures == []
+    assert (nn.Module.__call__, nn.Module.__getattr__) == before
