@@ -9,7 +9,7 @@ medians (and interquartile ranges) of repetitions that take turns; nothing is re
 Ratios are given by the clock and by processor time, which other programs on the machine change little; the
 verdict is on the latter. The explicit forms make many matrices of the weight's size, and on Linux up to half
 of their time is page faults, as the heap happens to lie; `--keep-memory` spares both forms most of them (see
-`curvlab.device.keep_freed_memory`).
+`curvlab.measure.device.keep_freed_memory`).
 
 The tables: `solves`, default against `formulation="explicit"`, from the curvature to the direction: of
 tensors, the gradient that the paper's equations start from, and of factors, where the explicit form (and the
@@ -32,7 +32,7 @@ import curvlab
 from benchmarks import route_cost
 from benchmarks.workload import Case, SGDStep, cold, problem_of, second_order_step
 from curvlab import Problem
-from curvlab.device import keep_freed_memory
+from curvlab.measure.device import keep_freed_memory
 from curvlab.measure.memory import peak_bytes
 from curvlab.measure.timing import Ratio, Timing, interleaved, ratio
 from curvlab.solvers import CG, EACG, KFI, Solver

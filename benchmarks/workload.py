@@ -17,10 +17,10 @@ import torch._dynamo
 from torch import Tensor, nn
 
 from curvlab import Curvature, Gradient, Problem
-from curvlab import device as devices
 from curvlab.gradient import RowGradient
 from curvlab.linalg import Factor
 from curvlab.linalg.inputs import InputFactors
+from curvlab.measure import device as devices
 from curvlab.optim import SecondOrder
 from curvlab.studies.setup import Setup
 

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from curvlab import specs
 from curvlab.activations import by_name, module_of
-from curvlab.device import readable
 from curvlab.exceptions import SpecError
+from curvlab.measure.device import readable
 from curvlab.registry import Registry
 
 __all__ = ["FCNN", "Architecture", "Autoencoder", "architecture", "architectures"]

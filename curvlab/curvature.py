@@ -19,14 +19,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from curvlab.described import described
-from curvlab.exceptions import ArgumentError, MatrixFreeError, StaleError
+from curvlab.exceptions import ArgumentError, MatrixFreeError, StaleError, describe_argument
 from curvlab.linalg import Block, Factor, FactorBlock, KroneckerBlock
 from curvlab.linalg.blocks import DENSE_BYTES, check_dense_bytes, dense_from
 from curvlab.linalg.flat import flatten, unflatten
 from curvlab.linalg.inputs import InputFactors
 from curvlab.linalg.norms import frobenius_norm
-from curvlab.versions import Versions
+from curvlab.staleness import Versions
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -186,8 +185,8 @@ class Curvature:
         if not isinstance(vectors, Mapping):
             raise ArgumentError(
                 f"`curvature @ x` takes a mapping of parameter names to tensors, such as problem.gradient(); "
-                f"got a {described(vectors)}. For one vector of all parameters, flattened and joined, use "
-                f"curvature.flat_product(x)"
+                f"got a {describe_argument(vectors)}. For one vector of all parameters, flattened and "
+                f"joined, use curvature.flat_product(x)"
             )
         blocks = self.blocks
         missing = [name for name in blocks if name not in vectors]
@@ -213,7 +212,7 @@ class Curvature:
 
     def to_scipy(self) -> LinearOperator:
         """A scipy LinearOperator on the flattened and joined parameters."""
-        from curvlab.convert import to_scipy
+        from curvlab.curvature_io import to_scipy
 
         return to_scipy(self)
 
@@ -242,14 +241,14 @@ class Curvature:
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the curvature to a safetensors file: tensors and a JSON header, no pickle."""
-        from curvlab.convert import save
+        from curvlab.curvature_io import save
 
         save(self, path)
 
     @staticmethod
     def load(path: str | PathLike[str]) -> Curvature:
         """Read a curvature that `save` wrote."""
-        from curvlab.convert import load
+        from curvlab.curvature_io import load
 
         return load(path)
 

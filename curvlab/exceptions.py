@@ -24,6 +24,7 @@ __all__ = [
     "StaleError",
     "StoreError",
     "UserCodeError",
+    "describe_argument",
 ]
 
 
@@ -89,3 +90,16 @@ class RankError(CurvlabError, RuntimeError):
 
 class ExecutorError(CurvlabError, RuntimeError):
     """A place to run cells that cannot be reached or was lost: says how to go on."""
+
+
+def describe_argument(value: object) -> str:
+    """What an argument is, in a few words, for the sentence that refuses it.
+
+    >>> import torch
+    >>> describe_argument(torch.zeros(2, 3)), describe_argument("cg"), describe_argument(None)
+    ('Tensor of shape (2, 3)', "str ('cg')", 'NoneType')
+    """
+    shape = getattr(value, "shape", None)
+    if isinstance(shape, tuple):
+        return f"{type(value).__name__} of shape {tuple(shape)}"
+    return f"str ({value!r})" if isinstance(value, str) else type(value).__name__

@@ -1,22 +1,67 @@
-"""The gradient E[∇ξ], kept as factors: G^t = Sᵀ diag(c) H, formed only when it is asked for.
+"""The gradient E[∇ξ], kept as factors: G^t = Sᵀ diag(c) H is formed only when it is read.
 
-With H the layer's inputs and S the gradients at its output (a row each for every row of the
-batch, with weights c that sum to one): ∇_W = Sᵀ diag(c) H and ∇_b = Sᵀ c.
+With H the layer's inputs and S the gradients at its output (one row of each per row of the batch, with
+weights c that sum to one): ∇_W = Sᵀ diag(c) H and ∇_b = Sᵀ c. `LazyTensors` is the mapping that gradients and
+the solvers' directions share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from curvlab.linalg import GramFactor
-from curvlab.recording import LayerRecord, Recording
-from curvlab.unformed import Unformed
+from curvlab.model.recording import LayerRecord, Recording
 
-__all__ = ["Gradient", "GradientMean", "RowGradient", "gradient_of", "mean_gradient"]
+__all__ = ["Gradient", "GradientMean", "LazyTensors", "RowGradient", "gradient_of", "mean_gradient"]
+
+
+class Shaped(Protocol):
+    """A tensor, or what forms one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The tensor's shape."""
+
+
+E = TypeVar("E", bound=Shaped)
+
+
+class LazyTensors(Mapping[str, Tensor], Generic[E]):
+    """{parameter name: tensor}; an entry is formed each time it is read, so keep one you need twice."""
+
+    def __init__(self, entries: Mapping[str, E]) -> None:
+        self._entries = dict(entries)
+
+    def factored(self, name: str) -> E:
+        """The entry as it is held: a tensor, or what forms one."""
+        return self._entries[name]
+
+    @staticmethod
+    @abstractmethod
+    def _form(entry: E) -> Tensor:
+        """The entry as a tensor."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._form(self.factored(name))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries  # a Mapping's own would form the entry to find out
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{name}: {tuple(entry.shape)}" for name, entry in self._entries.items())
+        return f"{type(self).__name__}({shapes})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +85,7 @@ class RowGradient:
         return (self.gradients.gram * self.inputs.gram).sum().clamp(min=0)
 
 
-class Gradient(Unformed[Tensor | RowGradient]):
+class Gradient(LazyTensors[Tensor | RowGradient]):
     """{parameter name: E[gradient]}; a weight's entry is formed each time it is read.
 
     Keep a tensor you need twice; `factored(name)` gives the entry as it is held.

@@ -6,6 +6,10 @@ registry's group, whose name is the name to ask for and whose value is the datac
 
     [project.entry-points."curvlab.providers"]
     my-curvature = "my_package:MyCurvature"
+
+A choice has two texts: the canonical one with every field, `pch[gamma=-1.0,output_gamma=-1.0]`, which equal
+choices share and keys are made of, and a short label to read, the nearest registered name and what differs
+from it, `pch-1`.
 """
 
 from __future__ import annotations
@@ -53,7 +57,7 @@ class Registry(Generic[T]):
     >>> from dataclasses import dataclass
     >>> @dataclass(frozen=True)
     ... class PCH:
-    ...     "The partially corrected Hessian."
+    ...     "The positive-curvature Hessian."
     ...     gamma: float = 0.0
     >>> providers = Registry("provider")
     >>> providers.register("pch", PCH)
@@ -131,6 +135,40 @@ class Registry(Generic[T]):
             )
         return specs.canonical(next((name for name, preset in named if not preset), named[0][0]), instance)
 
+    def identity(self, spec: str | T) -> str:
+        """The canonical text of a choice; an instance of a class that is not registered has its `repr`."""
+        if isinstance(spec, str):
+            return self.canonical(spec)
+        try:
+            return self.canonical(spec)
+        except SpecError:
+            return repr(self.make(spec))
+
+    def label(self, spec: str | T) -> str:
+        """The shortest text of a choice, whichever way it was typed.
+
+        >>> from curvlab.providers.registry import providers
+        >>> providers.label("pch[gamma=-1]"), providers.label("fisher[kind=mc,samples=1]")
+        ('pch-1', 'fisher[kind=mc]')
+        """
+        text, instance = self.identity(spec), self.make(spec)
+        candidates = []
+        for name in self.names():
+            bare = self._without_fields(name)
+            if type(bare) is type(instance):
+                differing = _differing_fields(text, self.canonical(bare))
+                # Of two names that fit entirely, such as `pch` and `pch-1`, the longer says more.
+                length = len(name) if differing else -len(name)
+                candidates.append((len(differing), length, str(specs.Spec(name, differing))))
+        return min(candidates)[2] if candidates else text
+
+    def _without_fields(self, name: str) -> T | None:
+        """The choice of a bare name; None where it has fields without a default."""
+        try:
+            return self.make(name)
+        except SpecError:
+            return None
+
     def _entry(self, name: str) -> _Entry[T]:
         self._load_plugins()
         if name not in self._entries:
@@ -184,3 +222,8 @@ def _first_line(factory: type) -> str:
     doc = (factory.__doc__ or "").strip()
     # A dataclass without a docstring gets its signature as one: no help to a reader.
     return "" if doc.startswith(f"{factory.__name__}(") else doc.partition("\n")[0]
+
+
+def _differing_fields(text: str, other: str) -> dict[str, str]:
+    theirs = specs.parse(other).fields
+    return {key: value for key, value in specs.parse(text).fields.items() if theirs.get(key) != value}

@@ -50,7 +50,7 @@ def own_networks():
 
 @pytest.fixture
 def no_accelerator(monkeypatch):
-    monkeypatch.setattr("curvlab.device.available", lambda: ["cpu"])
+    monkeypatch.setattr("curvlab.measure.device.available", lambda: ["cpu"])
 
 
 @pytest.mark.parametrize("suite", SUITES)

@@ -16,7 +16,6 @@ from curvlab.providers import Provider
 from curvlab.providers.registry import providers
 from curvlab.studies.compare import Comparison, compare, load_comparison
 from curvlab.studies.comparison import CELLS, CONVERGENCE, ERRORS, REPETITIONS, TRACES
-from curvlab.studies.labels import canonical, label
 from curvlab.studies.merging import merge_comparisons
 from curvlab.studies.newton import newton
 from curvlab.studies.plan import plan
@@ -302,10 +301,10 @@ def test_mistakes_are_sentences(change: Callable[[], object], sentence: str):
 
 
 def test_labels_are_short_and_canonical_texts_complete():
-    assert label(providers, "pch[gamma=-1]") == label(providers, "pch-1") == "pch-1"
-    assert label(providers, "pch-2[gamma=-0.5]") == "pch[gamma=-0.5]"
-    assert canonical(providers, "pch-1") == "pch[gamma=-1.0,output_gamma=-1.0]"
-    assert label(providers, Broken()) == "Broken()"
+    assert providers.label("pch[gamma=-1]") == providers.label("pch-1") == "pch-1"
+    assert providers.label("pch-2[gamma=-0.5]") == "pch[gamma=-0.5]"
+    assert providers.identity("pch-1") == "pch[gamma=-1.0,output_gamma=-1.0]"
+    assert providers.label(Broken()) == "Broken()"
 
 
 def test_folders_merge_into_one_comparison(tmp_path):

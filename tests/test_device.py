@@ -11,7 +11,7 @@ import pytest
 STEPS = """
 import resource, sys
 import torch
-from curvlab import device
+from curvlab.measure import device
 
 def step():
     held = [torch.ones(3_000_000) for _ in range(4)]  # 12 MB each, all freed at the end

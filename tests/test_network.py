@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations, weight_norm
 
 import curvlab
 from curvlab.exceptions import ProblemError
-from curvlab.network import Network
+from curvlab.model.graph import Network
 
 
 class Custom(nn.Module):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import curvlab
-from curvlab import recorder
 from curvlab.exceptions import ProblemError
+from curvlab.model import recording
 from tests.cases import Case
 
 X, Y = torch.randn(5, 4), torch.tensor([0, 1, 0, 1, 1])
@@ -144,8 +144,8 @@ def test_finite_values_whose_sum_overflows_are_no_error() -> None:
 
 def test_one_recording_serves_the_gradient_and_every_provider(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    run = recorder._run_chain
-    monkeypatch.setattr(recorder, "_run_chain", lambda *args: calls.append(1) or run(*args))
+    run = recording._run_chain
+    monkeypatch.setattr(recording, "_run_chain", lambda *args: calls.append(1) or run(*args))
     given, _ = Case().build()
     given.gradient()
     given.loss()
@@ -183,7 +183,7 @@ def test_a_changed_parameter_or_batch_is_recorded_anew(change: str) -> None:
 
 def test_the_same_problem_on_other_data_analyses_the_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
     given = problem()
-    monkeypatch.setattr(curvlab.network.Network, "of", None)
+    monkeypatch.setattr(curvlab.model.graph.Network, "of", None)
     other = given.on(X[:2], Y[:2])
     assert other.network is given.network
     assert "2 examples" in repr(other)

@@ -85,7 +85,7 @@ def test_a_write_that_fails_leaves_the_file_that_was_there(
         target.write_bytes(b"torn")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("curvlab.convert.save_file", full_disk)
+    monkeypatch.setattr("curvlab.curvature_io.save_file", full_disk)
     with pytest.raises(OSError, match="No space left"):
         curvlab.estimate("fisher", problem).save(path)
     assert path.read_bytes() == before

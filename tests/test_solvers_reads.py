@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import curvlab
-from curvlab import device
+from curvlab.measure import device
 from tests.solver_cases import KRONECKER, MATRIX_FREE, NARROW, SOLVERS, WIDE, WITH_EXPLICIT, problem
 
 READS = (

@@ -64,7 +64,7 @@ def test_the_part_outside_the_input_factor_keeps_its_norm_however_seldom_is_read
     plain, large = (RowGradient(rows, inputs) for rows in gradients)
     sides = [MeanSide(InputFactors(inputs), "sample"), MeanSide(InputFactors(inputs), "dense")]
     for side in [*sides, RowSide(inputs)]:
-        monkeypatch.setattr("curvlab.device.read_interval", lambda tensor: reads)
+        monkeypatch.setattr("curvlab.measure.device.read_interval", lambda tensor: reads)
         expected, found = side.coordinates(plain), side.coordinates(large)
         assert expected.perp_norm is not None
         assert found.perp_norm is not None

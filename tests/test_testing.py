@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from curvlab.curvature import Curvature, LayerCurvature
 from curvlab.exceptions import ProblemError, SpecError
 from curvlab.linalg import DenseFactor, OperatorBlock
+from curvlab.model.recording import Recording
 from curvlab.problem import Problem
 from curvlab.providers import Context, Fisher, Provider
 from curvlab.providers.registry import providers
 from curvlab.providers.statistics import Statistic, Values
-from curvlab.recording import Recording
+from curvlab.staleness import Versions
 from curvlab.testing import check_provider
-from curvlab.versions import Versions
 
 BUILT_IN = [
     pytest.param("hessian", marks=pytest.mark.slow),

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.func import grad
 
 from curvlab.activations.base import Activation
-from curvlab.device import readable
 from curvlab.exceptions import ProblemError
+from curvlab.measure.device import readable
 
 __all__ = ["Elementwise", "elementwise"]
 

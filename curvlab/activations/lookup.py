@@ -13,7 +13,7 @@ from curvlab.activations.base import Activation
 from curvlab.activations.elementwise import Elementwise
 from curvlab.activations.piecewise_linear import Hardsigmoid, Hardtanh, Identity, LeakyReLU, ReLU
 from curvlab.activations.smooth import ELU, GELU, Mish, Sigmoid, SiLU, Softplus, Tanh, TanhGELU
-from curvlab.device import readable
+from curvlab.measure.device import readable
 from curvlab.specs import unknown
 
 __all__ = ["FUNCTIONS", "NAMES", "activation_of", "by_name", "module_of"]

@@ -8,8 +8,8 @@ import click
 
 from curvlab.architectures import architectures
 from curvlab.cli.console import broken, print_json, table
+from curvlab.criteria.registry import criteria
 from curvlab.data import datasets
-from curvlab.names import criteria
 from curvlab.providers.registry import providers
 from curvlab.registry import Registry, Row
 from curvlab.solvers.registry import solvers

@@ -18,8 +18,8 @@ from torch.nn import functional
 
 from curvlab.criteria.checks import as_weights
 from curvlab.criteria.separable import SeparableCriterion
-from curvlab.device import readable
 from curvlab.exceptions import ProblemError
+from curvlab.measure.device import readable
 
 __all__ = ["BCE"]
 

@@ -1,6 +1,6 @@
 """Checks and conversions that several criteria share: each error names the argument.
 
-Values are read only where a tensor has some (`curvlab.device.readable`); shapes always.
+Values are read only where a tensor has some (`curvlab.measure.device.readable`); shapes always.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from curvlab.device import readable
 from curvlab.exceptions import ProblemError, SpecError
+from curvlab.measure.device import readable
 
 __all__ = ["as_weights", "check_labels", "check_logits", "check_positive", "check_real_targets"]
 

@@ -22,8 +22,8 @@ from torch import Tensor
 from curvlab.criteria.base import Criterion
 from curvlab.criteria.checks import as_weights, check_labels, check_logits, check_real_targets
 from curvlab.criteria.softmax import covariance_products, covariances, draw, one_hot, weighted_covariance
-from curvlab.device import readable
 from curvlab.exceptions import ProblemError
+from curvlab.measure.device import readable
 
 __all__ = ["CrossEntropy"]
 

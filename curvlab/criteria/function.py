@@ -16,8 +16,8 @@ from torch.func import grad, vjp, vmap
 
 from curvlab.criteria.base import Criterion
 from curvlab.criteria.checks import check_logits
-from curvlab.device import readable
 from curvlab.exceptions import ProblemError
+from curvlab.measure.device import readable
 
 __all__ = ["FunctionCriterion"]
 

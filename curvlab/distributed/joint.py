@@ -23,7 +23,7 @@ from curvlab.gradient import Gradient, RowGradient
 from curvlab.linalg import GramFactor
 from curvlab.problem import Problem
 from curvlab.providers.statistics import Statistic, Values
-from curvlab.versions import Versions
+from curvlab.staleness import Versions
 
 __all__ = ["Joint", "joined"]
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from curvlab import device as devices
+from curvlab.measure import device as devices
 
 __all__ = ["Launch", "launched"]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from curvlab import device as devices
+from curvlab.measure import device as devices
 
 __all__ = ["environment"]
 

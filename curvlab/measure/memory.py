@@ -35,7 +35,7 @@ from torch._guards import detect_fake_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from curvlab import device as devices
+from curvlab.measure import device as devices
 from curvlab.measure.collector import collector_off
 from curvlab.measure.dispatch import ImplicitZeros
 

@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from curvlab import device as devices
+from curvlab.measure import device as devices
 from curvlab.measure.collector import collector_off
 
 __all__ = ["Ratio", "Timing", "frame", "interleaved", "ratio"]

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from curvlab import device
 from curvlab.exceptions import SolveError
 from curvlab.linalg import Matrix
 from curvlab.linalg.product import add_into, form, magnitude
+from curvlab.measure import device
 
 __all__ = ["Change", "check_finite"]
 

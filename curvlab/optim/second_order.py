@@ -17,16 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from curvlab.criteria import Criterion
+from curvlab.criteria.registry import criterion_named
 from curvlab.curvature import Curvature
-from curvlab.device import keep_freed_memory
+from curvlab.curvature_io import Packed
 from curvlab.exceptions import ProblemError, SpecError
 from curvlab.gradient import Gradient
-from curvlab.names import criterion_named
-from curvlab.network import Network
+from curvlab.measure.device import keep_freed_memory
+from curvlab.model.graph import Network
 from curvlab.optim.average import average, kept
 from curvlab.optim.guard import Change, check_finite
 from curvlab.optim.levenberg_marquardt import LevenbergMarquardt
-from curvlab.packing import Packed
 from curvlab.problem import Problem
 from curvlab.providers import estimate
 from curvlab.providers.base import Provider

@@ -17,9 +17,9 @@ from torch import Tensor
 from curvlab.exceptions import ProblemError, StaleError
 from curvlab.linalg import DenseFactor, Factor, GramFactor
 from curvlab.linalg.inputs import InputFactors
+from curvlab.model.recording import Recording
 from curvlab.providers.statistics import Statistic, Values
-from curvlab.recording import Recording
-from curvlab.versions import Stamp
+from curvlab.staleness import Stamp
 
 __all__ = ["ROW_BYTES", "InputMean", "Mean", "Means", "RowMean", "TensorMean", "mean_of"]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from curvlab.curvature import Curvature, LayerCurvature
 from curvlab.linalg import Factor
 from curvlab.linalg.inputs import InputFactors
-from curvlab.network import Network
+from curvlab.model.graph import Network
 from curvlab.problem import Problem
 from curvlab.providers.statistics import Inputs, Statistic, Values
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from curvlab.hashing import logical_shift, mix
+from curvlab.staleness import logical_shift, mix
 
 __all__ = ["uniforms"]
 

@@ -13,7 +13,7 @@ from curvlab.providers.accumulate import Means
 from curvlab.providers.base import Context, Provider
 from curvlab.providers.registry import providers
 from curvlab.providers.statistics import Statistic, Values
-from curvlab.versions import Versions
+from curvlab.staleness import Versions
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -14,11 +14,11 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from curvlab import device
 from curvlab.criteria import Criterion
 from curvlab.curvature import Curvature, Definiteness
 from curvlab.exceptions import SpecError
 from curvlab.linalg import DenseFactor
+from curvlab.measure import device
 from curvlab.problem import Problem
 from curvlab.providers.base import INPUTS, Context, Provider, kronecker_layers
 from curvlab.providers.gauss_newton_operator import exact_layers

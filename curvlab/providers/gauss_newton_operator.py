@@ -18,9 +18,9 @@ from torch import Tensor
 from curvlab.curvature import LayerCurvature
 from curvlab.linalg import Factor, OperatorBlock
 from curvlab.linalg.factors import row_square_norms
+from curvlab.model.recording import Recording
 from curvlab.problem import Problem
 from curvlab.providers.live import LiveData
-from curvlab.recording import Recording
 
 __all__ = ["exact_layers"]
 

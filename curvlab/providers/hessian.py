@@ -17,9 +17,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from curvlab import device
 from curvlab.curvature import Curvature, Definiteness, LayerCurvature
 from curvlab.linalg import DenseFactor
+from curvlab.measure import device
 from curvlab.problem import Problem
 from curvlab.providers.base import Context, Provider
 from curvlab.providers.hessian_chain import BiasHessians, ChainHessian

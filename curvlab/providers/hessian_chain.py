@@ -13,11 +13,11 @@ from torch import Tensor
 
 from curvlab.linalg import OperatorBlock
 from curvlab.linalg.factors import row_square_norms
+from curvlab.model.recording import ChainRecording, Recording
 from curvlab.problem import Problem
 from curvlab.providers.hessian_recursion import chunks, hessian_products, layer_hessians, mean_hessians
 from curvlab.providers.live import LiveData
 from curvlab.providers.statistics import Statistic, Values
-from curvlab.recording import ChainRecording, Recording
 
 __all__ = ["BiasHessians", "ChainHessian"]
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.func import functional_call, grad, vjp
 
 from curvlab.linalg import OperatorBlock
+from curvlab.model.recording import uncompiled
 from curvlab.problem import Batch, Problem
 from curvlab.providers.live import LiveData
-from curvlab.recorder import uncompiled
 
 __all__ = ["GraphHessian"]
 

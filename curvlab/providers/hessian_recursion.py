@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from curvlab.linalg.symmetric import symmetric_product
-from curvlab.recording import ChainRecording
+from curvlab.model.recording import ChainRecording
 
 __all__ = ["chunks", "hessian_products", "layer_hessians", "mean_hessians"]
 

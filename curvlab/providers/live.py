@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from curvlab.exceptions import StaleError
+from curvlab.model.recording import Recording
 from curvlab.problem import Problem
-from curvlab.recording import Recording
-from curvlab.versions import Versions
+from curvlab.staleness import Versions
 
 __all__ = ["LiveData"]
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from curvlab.chain import Chain
 from curvlab.linalg import DenseFactor, congruence
+from curvlab.model.graph import Chain
 from curvlab.providers.statistics import OutputHessian, SlopeProducts
 
 __all__ = ["OUTPUT_HESSIAN", "SLOPES", "recurse"]

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from curvlab.linalg import Factor, GramFactor, gram
 from curvlab.linalg.inputs import InputFactors
+from curvlab.model.recording import ChainRecording, Recording
 from curvlab.providers.draws import uniforms
-from curvlab.recording import ChainRecording, Recording
 
 __all__ = [
     "Bends",

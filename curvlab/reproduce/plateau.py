@@ -6,7 +6,7 @@ from functools import cache
 
 import torch
 
-from curvlab.names import criterion_named
+from curvlab.criteria.registry import criterion_named
 
 __all__ = ["CLASSES", "LATE", "LEFT", "uninformed"]
 

@@ -22,7 +22,7 @@ from curvlab.solvers.damping import Damping
 from curvlab.solvers.direction import Direction
 from curvlab.solvers.measures import BiasMeasures, WeightMeasures
 from curvlab.solvers.solution import BlockSolution, Solution
-from curvlab.versions import Versions
+from curvlab.staleness import Versions
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

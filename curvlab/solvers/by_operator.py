@@ -8,16 +8,16 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from curvlab import device
 from curvlab.curvature import Curvature
 from curvlab.exceptions import SolveError
+from curvlab.measure import device
 from curvlab.solvers.conjugate_gradients import CG
 from curvlab.solvers.damping import Damping
 from curvlab.solvers.direction import Direction
 from curvlab.solvers.measures import OperatorMeasures
 from curvlab.solvers.operator_cg import BlockResult, Preconditioner, jacobi, solve_blocks
 from curvlab.solvers.solution import BlockSolution, Solution
-from curvlab.versions import Versions
+from curvlab.staleness import Versions
 
 __all__ = ["solve_by_operator"]
 

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from curvlab import device
 from curvlab.curvature import Curvature, LayerCurvature
 from curvlab.exceptions import SolveError
 from curvlab.gradient import RowGradient
 from curvlab.linalg.cg import Outcome
+from curvlab.measure import device
 from curvlab.solvers.by_layers import entry_of
 from curvlab.solvers.solution import Solution
 

@@ -14,12 +14,12 @@ from typing import ClassVar, Literal
 
 import torch
 
-from curvlab import device
 from curvlab.curvature import LayerCurvature
 from curvlab.linalg import Factor, GramFactor
 from curvlab.linalg.cg import conjugate_gradients
 from curvlab.linalg.factors import DenseFactor
 from curvlab.linalg.inputs import InputKind
+from curvlab.measure import device
 from curvlab.solvers.base import Formulation, LayerDirection, LayerGradient, Solver
 from curvlab.solvers.damping import Damping
 from curvlab.solvers.explicit import explicit_cg

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from curvlab.exceptions import SolveError
+from curvlab.gradient import LazyTensors
 from curvlab.linalg import Combination, Matrix, RowProduct
 from curvlab.linalg.product import checksum, form, magnitude
-from curvlab.unformed import Unformed
-from curvlab.versions import Versions
+from curvlab.staleness import Versions
 
 __all__ = ["Direction"]
 
 
-class Direction(Unformed[Matrix]):
+class Direction(LazyTensors[Matrix]):
     """{parameter name: step}, to be added to the parameters; formed each time an entry is read.
 
     A step may refer to the gradient it was solved for, or to the rows of the batch: once these were changed

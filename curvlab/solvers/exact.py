@@ -14,10 +14,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from curvlab import device
 from curvlab.curvature import LayerCurvature
 from curvlab.linalg.inputs import InputKind
 from curvlab.linalg.inverse import NotFiniteError, NotPositiveDefiniteError
+from curvlab.measure import device
 from curvlab.solvers.base import LayerDirection, LayerGradient, Solver
 from curvlab.solvers.damping import Damping
 from curvlab.solvers.residual import DampedSystem

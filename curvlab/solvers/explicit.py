@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from curvlab import device
 from curvlab.curvature import LayerCurvature
 from curvlab.gradient import RowGradient
 from curvlab.linalg.cg import CGResult, OneSystem, conjugate_gradients
 from curvlab.linalg.inputs import InputKind
 from curvlab.linalg.inverse import NotFiniteError
+from curvlab.measure import device
 from curvlab.solvers.base import LayerGradient
 from curvlab.solvers.damping import Damping
 from curvlab.solvers.residual import FactoredSystem

@@ -17,11 +17,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from curvlab import device
 from curvlab.curvature import LayerCurvature
 from curvlab.linalg import Factor, Matrix
 from curvlab.linalg.inputs import InputKind
 from curvlab.linalg.inverse import GramInverse, ShiftedInverse, cholesky_multiply, shifted_inverse
+from curvlab.measure import device
 from curvlab.solvers import explicit
 from curvlab.solvers.base import Formulation, LayerDirection, LayerGradient, Solver
 from curvlab.solvers.damping import Damping

@@ -14,11 +14,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from curvlab import device
 from curvlab.gradient import RowGradient
 from curvlab.linalg import Combination, GramFactor, RowProduct
 from curvlab.linalg.inputs import InputFactors
 from curvlab.linalg.norms import binary_scale, trustworthy
+from curvlab.measure import device
 from curvlab.solvers.perpendicular import split_gradient
 from curvlab.solvers.sides import (
     Coordinates,

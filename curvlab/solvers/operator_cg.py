@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from curvlab import device
 from curvlab.curvature import Curvature
 from curvlab.exceptions import SolveError
 from curvlab.linalg.cg import CGResult, OneSystem, conjugate_gradients
 from curvlab.linalg.flat import flatten, unflatten
+from curvlab.measure import device
 from curvlab.solvers.damping import Damping
 
 __all__ = ["BlockResult", "Preconditioner", "jacobi", "solve_blocks"]

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from curvlab import device
 from curvlab.linalg.norms import binary_scale, frobenius_norm, trustworthy
+from curvlab.measure import device
 
 __all__ = ["split_gradient"]
 

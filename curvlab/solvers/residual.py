@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from curvlab import device
 from curvlab.curvature import LayerCurvature
 from curvlab.gradient import RowGradient
 from curvlab.linalg import GramFactor, Matrix, RowProduct
 from curvlab.linalg.inputs import InputKind
 from curvlab.linalg.norms import binary_scale
 from curvlab.linalg.product import form
+from curvlab.measure import device
 from curvlab.solvers.sides import WeightGradient
 
 __all__ = [

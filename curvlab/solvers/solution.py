@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from curvlab.exceptions import SolveError
 from curvlab.linalg.cg import Outcome
 from curvlab.linalg.product import add_into
-from curvlab.network import unwrap
+from curvlab.model.graph import unwrap
 from curvlab.solvers.damping import Damping
 from curvlab.solvers.direction import Direction
 from curvlab.solvers.measures import Measures
 from curvlab.solvers.pi import Split
 from curvlab.solvers.status import Status
-from curvlab.versions import Versions
+from curvlab.staleness import Versions
 
 if TYPE_CHECKING:
     import pandas as pd

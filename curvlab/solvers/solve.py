@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from curvlab.curvature import Curvature
-from curvlab.described import described
-from curvlab.exceptions import ArgumentError, PairError, SpecError
+from curvlab.exceptions import ArgumentError, PairError, SpecError, describe_argument
 from curvlab.solvers.base import Solver
 from curvlab.solvers.by_layers import solve_by_layers
 from curvlab.solvers.by_operator import solve_by_operator
@@ -97,13 +96,13 @@ def _check_kinds(solver: object, curvature: object, gradient: object) -> None:
         raise ArgumentError(f"solve: the solver comes first, by name or as a solver; got a Curvature: {call}")
     if not isinstance(curvature, Curvature):
         raise ArgumentError(
-            f"solve: the second argument is a {described(curvature)}; expected a Curvature, which estimate() "
-            f"gives: {call}"
+            f"solve: the second argument is a {describe_argument(curvature)}; expected a Curvature, which "
+            f"estimate() gives: {call}"
         )
     if not isinstance(gradient, Mapping):
         raise ArgumentError(
-            f"solve: the gradient is a {described(gradient)}; expected a mapping of parameter names to "
-            f"tensors, such as problem.gradient(): {call}"
+            f"solve: the gradient is a {describe_argument(gradient)}; expected a mapping of parameter names "
+            f"to tensors, such as problem.gradient(): {call}"
         )
 
 

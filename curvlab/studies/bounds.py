@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from curvlab.chain import Chain
+from curvlab.model.graph import Chain
+from curvlab.model.recording import ChainRecording
 from curvlab.problem import Problem
 from curvlab.providers.hessian_recursion import chunks, layer_hessians
-from curvlab.recording import ChainRecording
 
 if TYPE_CHECKING:
     import pandas as pd

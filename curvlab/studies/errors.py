@@ -19,10 +19,10 @@ from torch import Tensor
 from curvlab.curvature import Curvature, LayerCurvature
 from curvlab.exceptions import ProblemError
 from curvlab.linalg import GramFactor, poseig
+from curvlab.model.recording import ChainRecording
 from curvlab.problem import Problem
 from curvlab.providers import GaussNewton, Provider, estimate
 from curvlab.providers.registry import providers as registry
-from curvlab.recording import ChainRecording
 from curvlab.studies.weight_errors import WeightYardstick, gauss_newton_error, weight_yardstick
 
 if TYPE_CHECKING:

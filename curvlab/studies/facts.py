@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from curvlab.chain import DROPOUTS
+from curvlab.model.graph import DROPOUTS
 from curvlab.problem import Problem
 
 __all__ = ["facts"]

@@ -14,7 +14,6 @@ from curvlab.providers.registry import providers as provider_registry
 from curvlab.registry import Registry
 from curvlab.solvers.registry import solvers as solver_registry
 from curvlab.studies.cells import Kind, Row, Task
-from curvlab.studies.labels import canonical, label
 from curvlab.studies.settings import Settings
 
 __all__ = ["convergence_tasks", "cost_tasks", "first_tasks", "labels"]
@@ -58,13 +57,13 @@ def convergence_tasks(settings: Settings, left_out: Collection[tuple[str, str]] 
 
 def labels(provider: Any, solver: Any) -> tuple[str, str]:
     """The short names of a pair, as rows have them."""
-    return label(provider_registry, provider), label(solver_registry, solver)
+    return provider_registry.label(provider), solver_registry.label(solver)
 
 
 def _task(settings: Settings, kind: Kind, choice: dict[str, Any], **more: Any) -> Task:
     names: dict[str, Registry[Any]] = {"provider": provider_registry, "solver": solver_registry}
-    key = settings.key(kind, **{what: canonical(names[what], spec) for what, spec in choice.items()}, **more)
-    shown = {what: label(names[what], spec) for what, spec in choice.items()}
+    key = settings.key(kind, **{what: names[what].identity(spec) for what, spec in choice.items()}, **more)
+    shown = {what: names[what].label(spec) for what, spec in choice.items()}
     head: Row = {"key": key, "kind": kind, "study": settings.study, **shown}
     return _with_settings(settings, kind, head, **choice)
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from curvlab.criteria import Criterion
 from curvlab.distributed.group import Group
 from curvlab.exceptions import SpecError
+from curvlab.model.recording import Weightless, row_weights
 from curvlab.optim import LevenbergMarquardt, SecondOrder
 from curvlab.providers.registry import providers
-from curvlab.recorder import Weightless, row_weights
 from curvlab.registry import Registry
 from curvlab.solvers.registry import solvers
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import TypeVar
 
-from curvlab import device as devices
 from curvlab.curvature import Curvature, LayerCurvature
 from curvlab.gradient import Gradient
+from curvlab.measure import device as devices
 from curvlab.measure.collector import collector_off
 from curvlab.problem import Problem
 from curvlab.providers import estimate

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from curvlab import imports
 from curvlab.architectures import architectures
+from curvlab.criteria.registry import criteria
 from curvlab.data import datasets
 from curvlab.exceptions import SpecError
-from curvlab.names import criteria
 from curvlab.problem import Problem
 from curvlab.providers import Provider
 from curvlab.providers.registry import providers as provider_registry
@@ -29,7 +29,6 @@ from curvlab.registry import Registry
 from curvlab.solvers import Mixed, Solver
 from curvlab.solvers.registry import solvers as solver_registry
 from curvlab.studies.errors import DEFAULT_PROVIDERS
-from curvlab.studies.labels import canonical, label
 from curvlab.studies.newton import PARAMETERS
 from curvlab.studies.optimizers import check_rate, optimizers
 from curvlab.studies.setup import Setup
@@ -115,8 +114,8 @@ class Settings:
         )
         names = ("alpha", "repetitions", "epochs", "train_batch", "lr", "newton_limit", "threads")
         return {
-            "providers": [label(provider_registry, provider) for provider in self.providers],
-            "solvers": [label(solver_registry, solver) for solver in self.solvers],
+            "providers": [provider_registry.label(provider) for provider in self.providers],
+            "solvers": [solver_registry.label(solver) for solver in self.solvers],
             "baselines": list(self.baselines),
             **{name: getattr(self, name) for name in names},
             **subject,
@@ -149,7 +148,7 @@ def _readable(setup: Setup) -> dict[str, Any]:
     fields = setup.fields()
     for name, registry in registries.items():
         if fields[name] is not None and not imports.is_address(fields[name]):
-            fields[name] = label(registry, fields[name])
+            fields[name] = registry.label(fields[name])
     return fields | ({"batch": None} if imports.is_address(setup.data) else {})  # their batches have a size
 
 
@@ -164,7 +163,7 @@ def _distinct(registry: Any, specs: Any) -> tuple[Any, ...]:
     given = [specs] if isinstance(specs, str) or not isinstance(specs, (list, tuple)) else specs
     if not given:
         raise SpecError(f"no {registry.kind} was given; name at least one of {', '.join(registry.names())}")
-    chosen = {canonical(registry, s): label(registry, s) if isinstance(s, str) else s for s in given}
+    chosen = {registry.identity(s): registry.label(s) if isinstance(s, str) else s for s in given}
     return tuple(chosen.values())
 
 

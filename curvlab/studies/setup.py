@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvlab import device as devices
 from curvlab import imports
 from curvlab.architectures import FCNN, architecture, architectures
 from curvlab.criteria import Criterion
+from curvlab.criteria.registry import criteria, criterion_named
 from curvlab.data import Dataset, dataset, datasets
 from curvlab.exceptions import SpecError
-from curvlab.names import criteria, criterion_named
+from curvlab.measure import device as devices
 from curvlab.problem import Problem
 
 __all__ = ["Setup"]

@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 from torch.utils._pytree import tree_leaves
 
-from curvlab import device as devices
 from curvlab.data import Examples
 from curvlab.distributed.group import Group
 from curvlab.distributed.shards import rank_batches
 from curvlab.exceptions import PairError, ProblemError, SolveError
+from curvlab.measure import device as devices
 from curvlab.measure.memory import peak_bytes
 from curvlab.optim import SecondOrder
 from curvlab.solvers import Solution, Status

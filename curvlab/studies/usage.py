@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
-from curvlab import device as devices
 from curvlab.curvature import Curvature
+from curvlab.measure import device as devices
 from curvlab.measure.flops import counting
 from curvlab.measure.memory import Allocation, peak_bytes, track
 from curvlab.problem import Problem

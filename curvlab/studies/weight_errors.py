@@ -23,8 +23,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from curvlab.model.recording import ChainRecording
 from curvlab.providers.hessian_recursion import hessian_products
-from curvlab.recording import ChainRecording
 
 __all__ = ["WeightYardstick", "gauss_newton_error", "weight_yardstick"]
 

@@ -1,0 +1,164 @@
+"""Noticing that what a result was computed from has changed since.
+
+`Versions` watches tensors: torch counts the in-place changes of every tensor, and a tensor given other
+storage has another address. A write through `tensor.data` or a numpy view is not counted, so it is not seen.
+
+`Fingerprint` watches a stream of batches; it is the same however the examples are ordered or batched. Each
+example is hashed by itself, with its target, and the hashes are summed in wrapping 64-bit integers:
+
+    digest = Σ_i mix(Σ_j bits_ij + Σ_j∈S key_j bits_ij, target_i)
+
+The plain sum sees a change of any entry; the keyed one, over a few hundred entries S, sees entries that
+changed places, as a random flip or crop does to an image.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from curvlab.exceptions import StaleError
+from curvlab.measure import device
+
+__all__ = ["Fingerprint", "Stamp", "Versions", "logical_shift", "mix"]
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """The version and the address a tensor had.
+
+    >>> import torch
+    >>> w = torch.zeros(2)
+    >>> before = Stamp.of(w)
+    >>> Stamp.of(w.add_(1)) == before
+    False
+    """
+
+    version: int
+    address: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Stamp:
+        """The present version; inference tensors have none, fake ones no address."""
+        version = -1 if tensor.is_inference() else tensor._version
+        return cls(version, tensor.data_ptr() if device.readable(tensor) else 0)
+
+
+@dataclass(frozen=True, eq=False)
+class Versions:
+    """Which version each of some named tensors had; the tensors themselves are not kept alive.
+
+    >>> import torch
+    >>> w = torch.zeros(2)
+    >>> seen = Versions.of({"w": w})
+    >>> seen.changed()
+    []
+    >>> _ = w.add_(1)
+    >>> seen.changed()
+    ['w']
+    """
+
+    entries: tuple[tuple[str, weakref.ref[Tensor], Stamp], ...]
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> Versions:
+        """Note the present versions."""
+        return cls(tuple((name, weakref.ref(t), Stamp.of(t)) for name, t in tensors.items()))
+
+    def __reduce__(self) -> tuple[type[Versions], tuple[tuple[()]]]:
+        """A pickled or deep copy has tensors of its own and nothing to compare with: it is never stale.
+
+        So what is stale already cannot be copied: the copy would not know.
+        """
+        if changed := self.changed():
+            raise StaleError(
+                f"{', '.join(changed)}: what these refer to was changed in place, so a copy or pickle would "
+                f"be of something else. Copy before the change, or compute again"
+            )
+        return Versions, ((),)
+
+    def changed(self) -> list[str]:
+        """Names of the tensors that were changed in place, or given other storage, since."""
+        return [
+            name
+            for name, ref, stamp in self.entries
+            if (tensor := ref()) is not None and Stamp.of(tensor) != stamp
+        ]
+
+    def differing(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        """Names under which `tensors` holds another tensor, or the same one changed since."""
+        return [
+            name
+            for name, ref, stamp in self.entries
+            if ref() is not tensors.get(name) or Stamp.of(tensors[name]) != stamp
+        ]
+
+
+KEYED_ENTRIES = 512
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """How many examples a pass had, and the sum of their hashes.
+
+    >>> x, y = torch.arange(6.0).reshape(3, 2), torch.tensor([0, 1, 1])
+    >>> Fingerprint.of(x, y) == Fingerprint.of(x[:1], y[:1]) + Fingerprint.of(x[1:], y[1:])
+    True
+    >>> Fingerprint.of(x, y) == Fingerprint.of(x, y.flip(0))
+    False
+    """
+
+    examples: int = 0
+    digest: int = 0
+
+    @classmethod
+    def of(cls, inputs: Tensor, targets: Tensor) -> Fingerprint:
+        """The fingerprint of one batch; without values (fake tensors) only the count."""
+        if not device.readable(inputs) or not device.readable(targets):
+            return cls(len(inputs))
+        hashes = mix(_row_hashes(inputs) + mix(_row_hashes(targets)))
+        return cls(len(inputs), int(hashes.sum()) % (1 << 64))
+
+    def __add__(self, other: Fingerprint) -> Fingerprint:
+        return Fingerprint(self.examples + other.examples, (self.digest + other.digest) % (1 << 64))
+
+
+def _row_hashes(tensor: Tensor) -> Tensor:
+    bits = _bits(tensor.detach()).reshape(len(tensor), -1)
+    few = bits[:, :: bits.shape[1] // KEYED_ENTRIES + 1].long()
+    keys = mix(torch.arange(few.shape[1], device=bits.device))
+    return mix(bits.sum(1, dtype=torch.int64)) + mix((few * keys).sum(1))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    if not tensor.is_floating_point():
+        return tensor
+    return tensor.contiguous().view(INTEGERS[tensor.element_size()])
+
+
+_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
+_FACTOR_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
+_FACTOR_2 = -7723592293110705685  # 0x94D049BB133111EB
+
+
+def logical_shift(x: Tensor, bits: int) -> Tensor:
+    """Shift right and fill with zeros: torch's own shift of int64 copies the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def mix(x: Tensor) -> Tensor:
+    """A hash of each entry of an int64 tensor.
+
+    >>> import torch
+    >>> mix(torch.tensor([0, 1])).tolist()
+    [-2152535657050944081, -7995527694508729151]
+    """
+    x = x + _GOLDEN
+    x = (x ^ logical_shift(x, 30)) * _FACTOR_1
+    x = (x ^ logical_shift(x, 27)) * _FACTOR_2
+    return x ^ logical_shift(x, 31)
