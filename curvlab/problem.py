@@ -22,7 +22,7 @@ from curvlab.criteria.registry import criterion_named
 from curvlab.exceptions import NoRowsError, ProblemError, StaleError
 from curvlab.gradient import Gradient, gradient_of, mean_gradient
 from curvlab.model.graph import Network
-from curvlab.model.recording import Recording, Weightless, call, record, row_weights
+from curvlab.model.recording import AllWeightsZeroError, Recording, call, criterion_weights, record
 from curvlab.staleness import Fingerprint, Versions
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from curvlab.distributed.joint import Joint
 
-__all__ = ["Batch", "Nothing", "Problem", "Single", "Stream", "checked", "source"]
+__all__ = ["Batch", "EmptySource", "Problem", "Single", "Stream", "checked", "source"]
 
 DTYPES = (torch.float32, torch.float64)
 
@@ -108,7 +108,7 @@ class Stream:
 
 
 @dataclass(frozen=True, eq=False)
-class Nothing:
+class EmptySource:
     """No rows at all: the part of a rank that has none."""
 
     def __str__(self) -> str:
@@ -244,11 +244,11 @@ class Problem:
     def without_rows(self) -> Problem:
         """The same model and criterion on no rows: what a rank of a process group has that has none."""
         other = self.on([])
-        other._source = Nothing()
+        other._source = EmptySource()
         return other
 
     def _bind(self, inputs: Tensor | Iterable[Any], targets: Tensor | None) -> None:
-        self._source: Single | Stream | Nothing = source(inputs, targets)
+        self._source: Single | Stream | EmptySource = source(inputs, targets)
         self._recording: tuple[Versions, Recording] | None = None
         # What the ranks of a process group know of their rows together.
         self.joint: Joint | None = None
@@ -295,14 +295,14 @@ class Problem:
         if not self.streamed:
             yield self.recording()
             return
-        first_row, counted = 0, isinstance(self._source, Nothing)
+        first_row, counted = 0, isinstance(self._source, EmptySource)
         for batch in self.batches():
-            with suppress(Weightless):
+            with suppress(AllWeightsZeroError):
                 yield record(self.network, self.criterion, batch.inputs, batch.targets, first_row)
                 counted = True
             first_row += len(batch.inputs)
         if not counted:
-            raise Weightless
+            raise AllWeightsZeroError
 
     def recording(self) -> Recording:
         """The recording of a single batch."""
@@ -323,12 +323,12 @@ class Problem:
         for batch in self.batches():
             logits = call(self.model, batch.inputs).detach()
             self.criterion.check(logits, batch.targets)
-            with suppress(Weightless):
-                weights.append(row_weights(self.criterion, logits, batch.targets).sum())
+            with suppress(AllWeightsZeroError):
+                weights.append(criterion_weights(self.criterion, logits, batch.targets).sum())
         if not weights:
-            if isinstance(self._source, Nothing):
+            if isinstance(self._source, EmptySource):
                 return self.network.layers[0].weight.new_zeros(())
-            raise Weightless
+            raise AllWeightsZeroError
         return torch.stack(weights).sum()
 
     def gradient(self, *, process_group: ProcessGroup | None = None) -> Gradient:

@@ -16,7 +16,7 @@ import curvlab
 from curvlab.exceptions import ProblemError, StaleError
 from curvlab.linalg import DenseFactor, GramFactor
 from curvlab.measure.memory import track
-from curvlab.providers import accumulate
+from curvlab.providers import statistics
 from tests.cases import LOSSES, Case
 
 PROVIDERS = [
@@ -105,7 +105,7 @@ def test_the_input_factor_keeps_rows_until_the_dense_form_is_smaller(width: int,
 
 def test_rows_of_a_wide_layer_are_refused_beyond_the_byte_guard(monkeypatch: pytest.MonkeyPatch) -> None:
     problem, _ = Case(widths=(50, 3, 2), examples=9).build()
-    monkeypatch.setattr(accumulate, "ROW_BYTES", 6 * 50 * 8)
+    monkeypatch.setattr(statistics, "ROW_BYTES", 6 * 50 * 8)
     curvlab.estimate(
         "pch-1",
         split(problem, [3, 3, 3]).on(list(zip(*(t.split(3) for t in _first(problem, 6)), strict=True))),

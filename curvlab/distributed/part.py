@@ -10,8 +10,7 @@ from torch import Tensor
 from curvlab.exceptions import NoRowsError
 from curvlab.gradient import Gradient, GradientMean, gradient_of
 from curvlab.problem import Problem
-from curvlab.providers.accumulate import Means, TensorMean
-from curvlab.providers.statistics import Statistic, Values
+from curvlab.providers.statistics import Means, Statistic, TensorMean, Values
 
 __all__ = ["Part", "part_of"]
 

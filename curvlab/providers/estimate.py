@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, overload
 from curvlab.curvature import Curvature
 from curvlab.exceptions import SpecError
 from curvlab.problem import Problem
-from curvlab.providers.accumulate import Means
 from curvlab.providers.base import Context, Provider
 from curvlab.providers.registry import providers
-from curvlab.providers.statistics import Statistic, Values
+from curvlab.providers.statistics import Means, Statistic, Values
 from curvlab.staleness import Versions
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from curvlab.criteria import Criterion
 from curvlab.distributed.group import Group
 from curvlab.exceptions import SpecError
-from curvlab.model.recording import Weightless, row_weights
+from curvlab.model.recording import AllWeightsZeroError, criterion_weights
 from curvlab.optim import LevenbergMarquardt, SecondOrder
 from curvlab.providers.registry import providers
 from curvlab.registry import Registry
@@ -95,13 +95,13 @@ class GradientSteps:
     def _share(self, logits: Tensor, targets: Tensor) -> Tensor:
         """c_i / Σ c_j, the sum over the rows of all ranks."""
         if self.group is None:
-            weights = row_weights(self.criterion, logits, targets)
+            weights = criterion_weights(self.criterion, logits, targets)
             return weights / weights.sum()
         given = self.criterion.weights(logits, targets)
         weights = logits.new_ones(len(logits)) if given is None else given
         total = self.group.sum(weights.sum())
         if not bool(total > 0):
-            raise Weightless
+            raise AllWeightsZeroError
         return weights / total
 
     def _reduce(self, group: Group, loss: Tensor) -> Tensor:
