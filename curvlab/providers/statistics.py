@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from curvlab.exceptions import ProblemError, StaleError
+from curvlab.gradient import RowFactor
 from curvlab.linalg import DenseFactor, Factor, GramFactor, gram
 from curvlab.linalg.inputs import InputFactors
 from curvlab.model.recording import ChainRecording, Recording
@@ -60,10 +61,13 @@ class Statistic(ABC):
 
     A value is a tensor, which is averaged over batches, a `GramFactor`, whose rows are joined, or a
     layer's `InputFactors`, which are both. `keyed_by_row` is whether it reads the rows' numbers, which
-    then must be those of the whole data, also on a worker that has a part of it.
+    then must be those of the whole data, also on a rank that has a part of it. `row_factor` is set where
+    its Gram factors are, layer by layer, those of the weights' gradients (`RowGradient`): several ranks then
+    send their rows once for both.
     """
 
     keyed_by_row: ClassVar[bool] = False
+    row_factor: ClassVar[RowFactor | None] = None
 
     @abstractmethod
     def of(self, recording: Recording) -> Values:
@@ -78,6 +82,8 @@ def _chain(recording: Recording) -> ChainRecording:
 @dataclass(frozen=True)
 class Inputs(Statistic):
     """E[hhᵀ] and E[h] for each layer with blocks."""
+
+    row_factor: ClassVar[RowFactor | None] = "inputs"
 
     def of(self, recording: Recording) -> Values:
         return tuple(InputFactors(record.inputs) for record in recording.layers)
@@ -118,6 +124,8 @@ class SecondOrderTerms(Statistic):
 @dataclass(frozen=True)
 class GradientProducts(Statistic):
     """E[g gᵀ] for each layer with blocks, as Gram factors, with the given labels."""
+
+    row_factor: ClassVar[RowFactor | None] = "gradients"
 
     def of(self, recording: Recording) -> Values:
         return tuple(record.gradients for record in recording.layers)

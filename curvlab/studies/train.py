@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from curvlab.distributed.group import Group
+from curvlab.distributed.communicator import Communicator, communicator_of
 from curvlab.studies.train_folder import TrainFolder, frame_of
 from curvlab.studies.train_plan import TrainPlan
 from curvlab.studies.train_run import OK, TrainRun
@@ -106,11 +106,11 @@ def train(
     >>> frame[["optimizer", "epoch", "status"]].values.tolist()
     [['pch-1 + ea-cg', 0, 'ok'], ['pch-1 + ea-cg', 1, 'ok']]
     """
-    group = None if process_group is None else Group(process_group)
-    outputs = None if folder is None else _opened(lambda: TrainFolder(folder, plan, fresh), group)
+    communicator = communicator_of(process_group)
+    outputs = None if folder is None else _opened(lambda: TrainFolder(folder, plan, fresh), communicator)
     with nullcontext() if outputs is None else outputs.lock(), torch.random.fork_rng():
         torch.manual_seed(plan.setup.seed)
-        run = TrainRun(plan, group)
+        run = TrainRun(plan, communicator)
         _restore(run, outputs)
         run.begin()
         _carry_out(run, outputs, on_progress, observe, should_stop, checkpoint_seconds, checkpoint_steps)
@@ -119,26 +119,26 @@ def train(
     return frame_of([row for row in run.rows if row["epoch"] <= plan.epochs])
 
 
-def _opened(open_folder: Callable[[], TrainFolder], group: Group | None) -> TrainFolder | None:
+def _opened(open_folder: Callable[[], TrainFolder], communicator: Communicator) -> TrainFolder | None:
     """The folder, on the first rank only; what is wrong with it is raised on all."""
-    if group is None:
-        return open_folder()
     opened: list[TrainFolder] = []
-    group.first(lambda: opened.append(open_folder()))
+    communicator.first_rank(lambda: opened.append(open_folder()))
     return opened[0] if opened else None
 
 
 def _restore(run: TrainRun, outputs: TrainFolder | None) -> None:
-    """Bring the run to where its folder left it; all ranks of a group begin with the first one's state."""
+    """Bring the run to where its folder left it; all ranks begin with the first one's state."""
 
     def restored() -> Any:
         if outputs is not None:
             outputs.restore(run)
+        if run.communicator.size == 1:
+            return None
         # On the CPU, because the ranks have devices of their own.
-        return None if run.group is None else tree_map_only(Tensor, lambda tensor: tensor.cpu(), run.state())
+        return tree_map_only(Tensor, lambda tensor: tensor.cpu(), run.state())
 
-    state = restored() if run.group is None else run.group.first(restored)
-    if run.group is not None and run.group.rank:
+    state = run.communicator.first_rank(restored)
+    if run.communicator.rank:
         run.restore(state)
 
 
@@ -171,4 +171,4 @@ def _carry_out(
 
 def _stopped(run: TrainRun, asked: bool) -> bool:
     """Whether to stop here: where any rank was asked to, all stop after the same step."""
-    return asked if run.group is None else run.group.any(asked, run.device)
+    return run.communicator.any(asked, run.device)

@@ -1,0 +1,117 @@
+"""Rules of the house: what may import what, and how far one call walks."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import curvlab
+
+PACKAGE = Path(curvlab.__file__).parent
+Graph = dict[str, set[str]]
+
+# A cycle that is allowed, as the set of its modules or packages, with the reason.
+ALLOWED_CYCLES: dict[frozenset[str], str] = {}
+# A command imports the studies when it is called, so that `--help` stays fast; nothing imports the commands.
+NOT_LOOKED_AT = "curvlab.cli"
+
+
+def module_files(package: Path = PACKAGE) -> dict[str, Path]:
+    """The package's modules by name; a package's name is that of its `__init__`."""
+    found = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return {name: path for name, path in found.items() if not within(name, NOT_LOOKED_AT)}
+
+
+def within(name: str, package: str) -> bool:
+    return name == package or name.startswith(f"{package}.")
+
+
+def imports_of(source: str, known: Iterable[str]) -> Iterator[str]:
+    """The known modules that a source imports anywhere: at its top, in a function or for type checking."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None and not node.level:
+            inner = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name in known else node.module for name in inner]
+        else:
+            continue
+        yield from (name for name in names if name in known)
+
+
+def import_graph(files: Mapping[str, Path]) -> Graph:
+    """Which modules each module imports; an import from another package also runs that package's `__init__`."""
+    graph: Graph = {}
+    for name, path in files.items():
+        found = set(imports_of(path.read_text(encoding="utf-8"), files))
+        parents = {p for target in found for p in packages_of(target) if not within(name, p)}
+        graph[name] = (found | parents) - {name}
+    return graph
+
+
+def packages_of(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts))]
+
+
+def rooms(graph: Graph) -> Graph:
+    """The same graph between the packages and modules directly below the root."""
+
+    def room(name: str) -> str:
+        return ".".join(name.split(".")[:2])
+
+    merged: Graph = {}
+    for name, targets in graph.items():
+        merged.setdefault(room(name), set()).update({room(t) for t in targets} - {room(name)})
+    return merged
+
+
+def cycles(graph: Graph) -> list[frozenset[str]]:
+    """The sets of nodes that reach each other."""
+    reached = {name: reachable(graph, name) for name in graph}
+    groups = {frozenset(b for b in reached[a] if a in reached[b]) for a in graph if a in reached[a]}
+    return sorted(groups, key=sorted)
+
+
+def reachable(graph: Graph, start: str) -> set[str]:
+    found: set[str] = set()
+    waiting = list(graph[start])
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.add(name)
+            waiting += graph[name]
+    return found
+
+
+def test_a_cycle_through_an_import_in_a_function_is_found(tmp_path: Path) -> None:
+    package = tmp_path / "curvlab"
+    (package / "b").mkdir(parents=True)
+    for name, text in {
+        "__init__.py": "",
+        "a.py": "from curvlab.b.leaf import x",
+        "b/__init__.py": "from curvlab.b import user",
+        "b/leaf.py": "x = 1",
+        "b/user.py": "def use():\n    from curvlab import a",
+        "c.py": "import curvlab.a",
+    }.items():
+        (package / name).write_text(text)
+    graph = import_graph(module_files(package))
+    assert cycles(graph) == [frozenset({"curvlab.a", "curvlab.b", "curvlab.b.user"})]
+    assert cycles(rooms(graph)) == [frozenset({"curvlab.a", "curvlab.b"})]
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    found = cycles(import_graph(module_files()))
+    assert [sorted(cycle) for cycle in found if cycle not in ALLOWED_CYCLES] == []
+
+
+def test_no_package_imports_itself_by_way_of_others() -> None:
+    found = cycles(rooms(import_graph(module_files())))
+    assert [sorted(cycle) for cycle in found if cycle not in ALLOWED_CYCLES] == []
