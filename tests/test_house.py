@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -46,7 +44,7 @@ def imports_of(source: str, known: Iterable[str]) -> Iterator[str]:
 
 
 def import_graph(files: Mapping[str, Path]) -> Graph:
-    """Which modules each module imports; an import from another package also runs that package's `__init__`."""
+    """What each module imports; an import from another package also runs that package's `__init__`."""
     graph: Graph = {}
     for name, path in files.items():
         found = set(imports_of(path.read_text(encoding="utf-8"), files))

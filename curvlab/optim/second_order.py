@@ -265,7 +265,7 @@ class SecondOrder(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The groups and buffers as torch gives them; damping, counts and a kept curvature beside them."""
         own = {"alpha": self._alpha, "steps": self._steps, "estimates": self._estimates}
-        packed = None if self._kept is None else vars(Packed.of(self._kept))
+        packed = None if self._kept is None else vars(self._kept.pack())
         return {**super().state_dict(), "second_order": {**own, "curvature": packed}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -275,7 +275,7 @@ class SecondOrder(torch.optim.Optimizer):
         self._alpha, self._steps, self._estimates = own["alpha"], own["steps"], own["estimates"]
         device = self.param_groups[0]["params"][0].device
         packed = own["curvature"]
-        self._kept = None if packed is None else Packed(**packed).unpack().to(device)
+        self._kept = None if packed is None else Curvature.unpack(Packed(**packed)).to(device)
 
 
 def _batch(inputs: Any, targets: Tensor | None) -> tuple[Any, Tensor | None]:

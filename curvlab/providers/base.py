@@ -22,7 +22,7 @@ from curvlab.model.graph import Network
 from curvlab.model.recording import Recording
 from curvlab.problem import Problem
 from curvlab.providers.statistics import Inputs, Statistic, Values
-from curvlab.staleness import Versions
+from curvlab.staleness import Versions, change_message
 
 __all__ = ["INPUTS", "Context", "ProblemSnapshot", "Provider", "kronecker_layers"]
 
@@ -99,11 +99,8 @@ class ProblemSnapshot:
         """Refuse to go on with parameters or a batch that have changed."""
         changed = self.versions.differing(self.problem.tensors)
         if changed:
-            more = " and others" if len(changed) > 4 else ""
-            raise StaleError(
-                f"{', '.join(changed[:4])}{more} changed since the curvature was estimated, and its blocks "
-                f"read them: call estimate() again"
-            )
+            again = "and its blocks read them: call estimate() again"
+            raise StaleError(change_message(changed, "the curvature was estimated", again))
 
     def batches(self) -> Iterator[tuple[Recording, Tensor]]:
         """Each batch's recording, with its rows' weights in the mean over all."""

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from curvlab.criteria import Criterion
 from curvlab.curvature import Curvature, Definiteness, LayerCurvature
-from curvlab.exceptions import SpecError
 from curvlab.linalg import DenseFactor, Factor, OperatorBlock
 from curvlab.linalg.factors import row_square_norms
 from curvlab.measure import device
@@ -33,6 +32,7 @@ from curvlab.problem import Problem
 from curvlab.providers.base import INPUTS, Context, ProblemSnapshot, Provider, kronecker_layers
 from curvlab.providers.pch import OUTPUT_HESSIAN, SLOPE_PRODUCTS, recurse
 from curvlab.providers.statistics import GaussNewtonBlocks, OutputSpectrum, Statistic
+from curvlab.specs import check_choices
 
 __all__ = ["GaussNewton", "exact_layers"]
 
@@ -52,8 +52,7 @@ class GaussNewton(Provider):
     kind: Literal["recursive", "exact"] = "recursive"
 
     def __post_init__(self) -> None:
-        if self.kind not in ("recursive", "exact"):
-            raise SpecError(f"kind={self.kind!r}: expected recursive or exact")
+        check_choices(self)
 
     def check(self, problem: Problem, name: str) -> None:
         if self.kind == "recursive":

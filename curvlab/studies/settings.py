@@ -33,6 +33,7 @@ from curvlab.studies.newton import PARAMETERS
 from curvlab.studies.optimizers import check_rate, optimizers
 from curvlab.studies.setup import Setup
 from curvlab.studies.store import key_of
+from curvlab.version import __version__
 
 __all__ = ["DEFAULT_SOLVERS", "Settings", "build"]
 
@@ -132,7 +133,7 @@ class Settings:
                 "versions": {
                     "python": platform.python_version(),
                     "torch": torch.__version__,
-                    "curvlab": _version(),
+                    "curvlab": __version__,
                 },
             }
         )
@@ -150,12 +151,6 @@ def _readable(setup: Setup) -> dict[str, Any]:
         if fields[name] is not None and not imports.is_address(fields[name]):
             fields[name] = registry.label(fields[name])
     return fields | ({"batch": None} if imports.is_address(setup.data) else {})  # their batches have a size
-
-
-def _version() -> str:
-    import curvlab
-
-    return curvlab.__version__
 
 
 def _distinct(registry: Any, specs: Any) -> tuple[Any, ...]:
