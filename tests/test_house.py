@@ -1,10 +1,17 @@
-"""Rules of the house: what may import what, and how far one call walks."""
+"""Rules of the house: what may import what, which names stay, and how far one call walks."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator, Mapping
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
 
 import curvlab
 
@@ -113,3 +120,66 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
 def test_no_package_imports_itself_by_way_of_others() -> None:
     found = cycles(rooms(import_graph(module_files())))
     assert [sorted(cycle) for cycle in found if cycle not in ALLOWED_CYCLES] == []
+
+
+# Public attributes of the first release: each keeps working, or warns for one release before it goes.
+PUBLIC = {
+    "Problem": (
+        "batches criterion examples gradient loss model network recording recordings streamed tensors "
+        "total_weight versions with_data empty_like"
+    ),
+    "Curvature": (
+        "blocks check_fresh criterion definiteness diagonal eigvalsh exact flat_product frame frobenius_norm "
+        "full_product layers live load matrix_free nbytes notes numel provider psd save to to_dense to_scipy "
+        "trace versions"
+    ),
+    "Solution": "add_to blocks check damping direction frame predicted_reduction provider solver trace",
+    "SecondOrder": "adapt alpha ema max_grad_norm on_solution process_group refresh_every",
+}
+OLD_NAMES: dict[str, Callable[[curvlab.Problem], object]] = {
+    "on": lambda problem: problem.on(torch.zeros(2, 4), torch.tensor([0, 1])).examples() == 2,
+    "without_rows": lambda problem: problem.without_rows().examples() == 0,
+    "joint": lambda problem: problem.joint is None,
+}
+
+
+@pytest.fixture(scope="module")
+def instances() -> dict[str, object]:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Sigmoid(), nn.Linear(3, 2))
+    problem = curvlab.Problem(model, "cross-entropy", torch.ones(5, 4), torch.tensor([0, 1, 0, 1, 0]))
+    curvature = curvlab.estimate("pch-1", problem)
+    solution = curvlab.solve("ea-cg", curvature, problem.gradient(), alpha=0.1)
+    made = (problem, curvature, solution, curvlab.optim.SecondOrder(model, "cross-entropy"))
+    return {type(one).__name__: one for one in made}
+
+
+@pytest.mark.parametrize(("owner", "name"), [(o, n) for o, names in PUBLIC.items() for n in names.split()])
+def test_public_attributes_are_there_and_warn_of_nothing(
+    instances: dict[str, object], owner: str, name: str
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DeprecationWarning)
+        getattr(instances[owner], name)
+
+
+@pytest.mark.parametrize("name", OLD_NAMES)
+def test_old_names_of_a_problem_work_and_warn(instances: dict[str, object], name: str) -> None:
+    problem = instances["Problem"]
+    assert isinstance(problem, curvlab.Problem)
+    with pytest.warns(DeprecationWarning, match=rf"Problem\.{name} is now called .*next release") as caught:
+        works = OLD_NAMES[name](problem)
+    assert works
+    # The line to change is that of the caller.
+    assert [Path(one.filename).name for one in caught] == [Path(__file__).name]
+
+
+# Files that one call may enter, counted by `python -m benchmarks.walk`.
+FILES_ENTERED = {"problem": 10, "estimate": 17}
+
+
+@pytest.mark.parametrize("walk", FILES_ENTERED)
+def test_a_call_does_not_walk_through_more_files_than_it_should(walk: str) -> None:
+    command = [sys.executable, "-m", "benchmarks.walk", walk, "--files"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
+    files = [line.strip() for line in told.stdout.splitlines() if line.startswith("    ")]
+    assert len(files) <= FILES_ENTERED[walk], files
