@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from contextlib import suppress
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, TypeVar
 
@@ -49,6 +50,7 @@ class _Entry(Generic[T]):
     doc: str
     origin: str
     plugin: bool
+    complete: bool
 
 
 class Registry(Generic[T]):
@@ -94,11 +96,19 @@ class Registry(Generic[T]):
         elif held and _address(held.factory) != _address(factory):
             raise SpecError(f"{self.kind} `{name}` is already {_address(held.factory)}; use another name.")
         origin = factory.__module__.partition(".")[0]
-        self._entries[name] = _Entry(factory, preset, doc or _first_line(factory), origin, plugin=False)
+        complete = not specs.missing_fields(factory, preset)
+        line = doc or _first_line(factory)
+        self._entries[name] = _Entry(factory, preset, line, origin, plugin=False, complete=complete)
 
     def make(self, spec: str | T) -> T:
         """Read a spec such as ``pch[gamma=-1]``; an instance passes through as it is."""
         if isinstance(spec, str):
+            self._load_plugins()
+            named = self._entries.get(spec)
+            if named is not None and named.complete:
+                # A name alone has nothing to read; a class that refuses its own defaults is told of below.
+                with suppress(ValueError):
+                    return named.factory(**named.preset)
             parsed = specs.parse(spec)
             entry = self._entry(parsed.name)
             return specs.build(entry.factory, parsed.fields, name=parsed.name, preset=entry.preset)
@@ -197,7 +207,10 @@ class Registry(Generic[T]):
             reason = f"`{point.value}` does not load ({type(error).__name__}: {error})"
             self._warn_left_out(point.name, origin, reason)
             return
-        self._entries[point.name] = _Entry(factory, {}, _first_line(factory), origin, plugin=True)
+        complete = not specs.missing_fields(factory, {})
+        self._entries[point.name] = _Entry(
+            factory, {}, _first_line(factory), origin, plugin=True, complete=complete
+        )
 
     def _warn_left_out(self, name: str, origin: str, reason: str) -> None:
         message = f"{self.kind} `{name}` of {origin} is left out: {reason}."

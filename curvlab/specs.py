@@ -34,6 +34,7 @@ __all__ = [
     "canonical",
     "check_choices",
     "describe",
+    "missing_fields",
     "parse",
     "split",
     "unknown",
@@ -161,7 +162,7 @@ def build(
             values[key] = _read(text, annotations[key])
         except ValueError as error:
             raise SpecError(f"`{key}` of `{name}` takes {_takes(annotations[key])}; got `{text}`.") from error
-    missing = [f.name for f in _init_fields(cls) if _required(f) and f.name not in values]
+    missing = missing_fields(cls, values)
     if missing:
         wanted = ", ".join(f"`{key}` ({_takes(annotations[key])})" for key in missing)
         raise SpecError(f"`{name}` has no default for {wanted}; write `{name}[{missing[0]}=…]`.")
@@ -171,6 +172,11 @@ def build(
         raise
     except ValueError as error:
         raise SpecError(f"`{Spec(name, dict(fields))}` is refused: {error}") from error
+
+
+def missing_fields(cls: type, values: Mapping[str, Any]) -> list[str]:
+    """The fields of a dataclass that have no default and are not among `values`."""
+    return [f.name for f in _init_fields(cls) if _required(f) and f.name not in values]
 
 
 def check_choices(instance: object) -> None:
