@@ -13,6 +13,7 @@ __all__ = [
     "DataError",
     "DataFolderError",
     "ExecutorError",
+    "FolderInUseError",
     "MatrixFreeError",
     "NoRowsError",
     "PairError",
@@ -77,6 +78,10 @@ class StoreError(CurvlabError, RuntimeError):
 
 class ResultsFolderError(StoreError):
     """A results folder that was named and holds no results, or cannot be written to: name another."""
+
+
+class FolderInUseError(StoreError):
+    """A results folder that another run holds: names the process, its command and since when."""
 
 
 class UserCodeError(CurvlabError, RuntimeError):

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from curvlab.exceptions import StoreError
-from curvlab.studies.store import Store, key_of, merge, write_text_atomic
+from curvlab.files import write_text_atomic
+from curvlab.studies.store import Store, key_of, merge
 
 # Forked, not spawned: a child starts in milliseconds, so a kill can fall on any moment of its work.
 fork = pytest.mark.skipif(
