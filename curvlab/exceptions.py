@@ -13,6 +13,7 @@ __all__ = [
     "DataError",
     "DataFolderError",
     "ExecutorError",
+    "FileWriteError",
     "FolderInUseError",
     "MatrixFreeError",
     "NoRowsError",
@@ -78,6 +79,10 @@ class StoreError(CurvlabError, RuntimeError):
 
 class ResultsFolderError(StoreError):
     """A results folder that was named and holds no results, or cannot be written to: name another."""
+
+
+class FileWriteError(StoreError, OSError):
+    """A file that cannot be written, locked or set aside: names it and the reason."""
 
 
 class FolderInUseError(StoreError):

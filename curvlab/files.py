@@ -17,7 +17,7 @@ from uuid import uuid4
 from filelock import FileLock
 from safetensors import SafetensorError
 
-from curvlab.exceptions import StoreError
+from curvlab.exceptions import FileWriteError
 
 __all__ = [
     "append_bytes",
@@ -150,13 +150,13 @@ def set_file_aside(path: Path) -> Path | None:
         path.replace(aside)
     except OSError as error:
         reason = error.strerror or str(error)
-        raise StoreError(f"cannot set {path} aside: {reason}; it was left as it is") from error
+        raise FileWriteError(f"cannot set {path} aside: {reason}; it was left as it is") from error
     return aside
 
 
-def _failure(action: str, path: Path, error: Exception) -> StoreError:
+def _failure(action: str, path: Path, error: Exception) -> FileWriteError:
     reason = getattr(error, "strerror", None) or error
-    return StoreError(
+    return FileWriteError(
         f"cannot {action} {path}: {reason}; free space or choose another folder. "
         "What was stored before is unchanged"
     )

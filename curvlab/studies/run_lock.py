@@ -19,7 +19,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from curvlab.exceptions import FolderInUseError, ResultsFolderError, StoreError
+from curvlab.exceptions import FolderInUseError, ResultsFolderError
 from curvlab.files import write_text_atomic
 
 __all__ = ["run_lock"]
@@ -85,7 +85,7 @@ def _write_holder(folder: Path, command: str) -> None:
     }
     try:
         write_text_atomic(folder / ".run.json", json.dumps(holder) + "\n")
-    except StoreError as error:
+    except OSError as error:
         raise _unwritable(folder, error) from error
 
 
@@ -99,6 +99,6 @@ def _holder(folder: Path) -> str:
         return "another process, which has not said who it is (.run.json is missing there)"
 
 
-def _unwritable(folder: Path, error: Exception) -> ResultsFolderError:
-    reason = getattr(error, "strerror", None) or error
+def _unwritable(folder: Path, error: OSError) -> ResultsFolderError:
+    reason = error.strerror or error
     return ResultsFolderError(f"cannot write to the folder {folder}: {reason}. Choose another with -o DIR")

@@ -90,7 +90,7 @@ def train(
     Args:
         plan: what to train and how.
         folder: where to checkpoint and resume; None keeps everything in memory.
-        fresh: begin anew in `folder`; the first checkpoint sets the old run aside, in `previous-1/` (`-2/`, …).
+        fresh: begin anew in `folder`; the first checkpoint sets the old run aside (`previous-1/`, …).
         on_progress: called after every step.
         observe: called with the run at the parameters it begins with and at those after every step; it may
             read the model, not change it. A resumed run shows the parameters since its checkpoint again.
