@@ -39,9 +39,9 @@ def locked(path: Path) -> Iterator[None]:
     The lock is the operating system's own and dies with its holder, so a killed process leaves nothing to
     clean up.
     """
-    lock = FileLock(path, poll_interval=POLL_SECONDS)
+    lock = FileLock(path)
     try:
-        lock.acquire()
+        lock.acquire(poll_interval=POLL_SECONDS)
     except OSError as error:
         raise _failure("lock", path, error) from error
     try:

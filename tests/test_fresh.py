@@ -1,4 +1,4 @@
-"""`--fresh` loses nothing: what was there stays until there is something new to keep, and is then set aside."""
+"""`--fresh` loses nothing: old results stay until there is something new to keep, and are then set aside."""
 
 from __future__ import annotations
 

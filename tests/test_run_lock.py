@@ -166,11 +166,6 @@ def test_reading_a_folder_needs_no_lock(tmp_path):
         process.join()
 
 
-def test_workers_of_a_run_share_its_lock(tmp_path):
-    found = compare(TINY, ["fisher"], ["kfi"], repetitions=1, output=tmp_path, executor="process[workers=2]")
-    assert found.ok
-
-
 def test_a_folder_that_cannot_be_written_to_is_a_results_folder_error(tmp_path):
     (tmp_path / "file").write_text("in the way")
     (tmp_path / "lock").mkdir()

@@ -96,7 +96,5 @@ def test_a_write_that_fails_leaves_the_file_that_was_there(
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     path = tmp_path / "missing" / "curvature.safetensors"
-    with pytest.raises(
-        FileWriteError, match=r"cannot write .*missing.curvature\.safetensors: .*No such file"
-    ):
+    with pytest.raises(FileWriteError, match=r"cannot write .*missing.*: .*No such file"):
         curvlab.estimate("pch-1", Case().build()[0]).save(path)

@@ -67,8 +67,8 @@ def _acquire(folder: Path) -> FileLock | None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # One object per file, counted per thread: the same thread may come again, another one may not.
-        lock = FileLock(folder / ".run.lock", timeout=GRACE_SECONDS, poll_interval=0.05, is_singleton=True)
-        lock.acquire()
+        lock = FileLock(folder.resolve() / ".run.lock", is_singleton=True)
+        lock.acquire(timeout=GRACE_SECONDS)
     except Timeout:
         return None
     except OSError as error:
