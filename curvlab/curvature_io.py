@@ -9,10 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from os import PathLike
-from pathlib import Path
+from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,6 +19,7 @@ from torch import Tensor
 
 from curvlab.curvature import Curvature, Definiteness, LayerCurvature
 from curvlab.exceptions import MatrixFreeError
+from curvlab.files import replaced
 from curvlab.linalg import DenseFactor, Factor, GramFactor, RankOneFactor
 from curvlab.linalg.inputs import InputFactors
 
@@ -50,7 +49,7 @@ def to_scipy(curvature: Curvature) -> LinearOperator:
 
 
 def save(curvature: Curvature, path: str | PathLike[str]) -> None:
-    """Write a curvature of Kronecker layers to `path`, whole or not at all."""
+    """Write a curvature of Kronecker layers to `path`; a failure leaves the file that was there."""
     if curvature.matrix_free:
         raise MatrixFreeError(
             f"`{curvature.provider}` is matrix-free: its products read the model and the batch, so there is "
@@ -58,13 +57,8 @@ def save(curvature: Curvature, path: str | PathLike[str]) -> None:
         )
     packed = Packed.of(curvature)
     header = json.dumps({"format": FORMAT, **packed.header})
-    target = Path(path)
-    scratch = target.with_name(f".{target.name}.{uuid4().hex}")
-    try:
-        save_file(_unshared(packed.tensors), scratch, metadata={"curvlab": header})
-        scratch.replace(target)
-    finally:
-        scratch.unlink(missing_ok=True)
+    with replaced(fspath(path)) as temporary:
+        save_file(_unshared(packed.tensors), temporary, metadata={"curvlab": header})
 
 
 def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -48,7 +48,7 @@ COLUMNS = dict.fromkeys(("Epoch", "Seconds", "Train loss", "Test loss", "Accurac
               help="Folder of the run.  [default: runs/train/<optimizer>-<hash of the plan>]")  # fmt: skip
 @click.option("--checkpoint-seconds", type=click.FloatRange(min=0), default=60.0, show_default=True,
               metavar="X", help="Checkpoint this often, and after every epoch.")  # fmt: skip
-@click.option("--fresh", is_flag=True, help="Begin anew instead of resuming the run in the folder.")
+@click.option("--fresh", is_flag=True, help="Begin anew; the run in the folder is set aside.")
 @click.option("--quiet", is_flag=True, help="No progress and no table.")
 @click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON on standard output.")
 def command(

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from curvlab.files import write_bytes_atomic, write_text_atomic
 from curvlab.report.content import Content, content_of
 from curvlab.report.drawing import png
 from curvlab.report.html import html_page
 from curvlab.report.markdown import markdown_page
 from curvlab.report.theme import LIGHT
-from curvlab.studies.files import write_bytes_atomic, write_text_atomic
 
 if TYPE_CHECKING:
     from curvlab.studies.comparison import Comparison

@@ -18,7 +18,7 @@ curvature), with the reason in `message`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from math import nan
 from pathlib import Path
@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from curvlab.distributed.group import Group
+from curvlab.studies.run_lock import run_lock
 from curvlab.studies.train_folder import TrainFolder, frame_of
 from curvlab.studies.train_plan import TrainPlan
 from curvlab.studies.train_run import OK, TrainRun
@@ -89,7 +90,7 @@ def train(
     Args:
         plan: what to train and how.
         folder: where to checkpoint and resume; None keeps everything in memory.
-        fresh: begin anew in `folder`.
+        fresh: begin anew in `folder`; the first checkpoint sets the old run aside (`previous-1/`, …).
         on_progress: called after every step.
         observe: called with the run at the parameters it begins with and at those after every step; it may
             read the model, not change it. A resumed run shows the parameters since its checkpoint again.
@@ -107,8 +108,8 @@ def train(
     [['pch-1 + ea-cg', 0, 'ok'], ['pch-1 + ea-cg', 1, 'ok']]
     """
     group = None if process_group is None else Group(process_group)
-    outputs = None if folder is None else _opened(lambda: TrainFolder(folder, plan, fresh), group)
-    with nullcontext() if outputs is None else outputs.lock(), torch.random.fork_rng():
+    with ExitStack() as held, torch.random.fork_rng():
+        outputs = None if folder is None else _opened(folder, plan, fresh, group, held)
         torch.manual_seed(plan.setup.seed)
         run = TrainRun(plan, group)
         _restore(run, outputs)
@@ -119,12 +120,19 @@ def train(
     return frame_of([row for row in run.rows if row["epoch"] <= plan.epochs])
 
 
-def _opened(open_folder: Callable[[], TrainFolder], group: Group | None) -> TrainFolder | None:
-    """The folder, on the first rank only; what is wrong with it is raised on all."""
-    if group is None:
-        return open_folder()
+def _opened(
+    folder: str | Path, plan: TrainPlan, fresh: bool, group: Group | None, held: ExitStack
+) -> TrainFolder | None:
+    """The folder, locked until `held` ends, on the first rank; what is wrong with it is raised on all."""
     opened: list[TrainFolder] = []
-    group.first(lambda: opened.append(open_folder()))
+
+    def open_folder() -> None:
+        opened.append(TrainFolder(held.enter_context(run_lock(folder, "train")), plan, fresh))
+
+    if group is None:
+        open_folder()
+    else:
+        group.first(open_folder)
     return opened[0] if opened else None
 
 

@@ -88,6 +88,10 @@ class GrowthTask:
         """Whether the store has its row."""
         return store.has(self.key)
 
+    def prepare(self) -> None:
+        """Build the problem."""
+        _problem(self)
+
     def run(self, places: Places, show: Show) -> None:
         """Measure, unless the store has the row."""
         store = Store(places.store)

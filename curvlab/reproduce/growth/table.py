@@ -53,6 +53,9 @@ class CardQuestion:
         """Whether it was answered."""
         return store.has(self.key)
 
+    def prepare(self) -> None:
+        """Nothing is needed: no data are read and no model is built."""
+
     def run(self, places: Places, show: Show) -> None:
         """Plan, and keep the answer as one row."""
         show(0.0, self.label)
