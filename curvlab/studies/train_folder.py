@@ -25,6 +25,7 @@ from curvlab.measure.environment import environment
 from curvlab.studies.checkpoint import read_checkpoint, write_checkpoint
 from curvlab.studies.files import locked, writable_folder, write_text_atomic
 from curvlab.studies.rates import rate_words, rates_of
+from curvlab.studies.spreadsheet import csv_text
 from curvlab.studies.store import Store
 from curvlab.studies.train_plan import TrainPlan
 from curvlab.studies.train_run import TrainRun
@@ -88,7 +89,7 @@ class TrainFolder:
         for row in new:
             self.store.append(row)
         if new or not (self.path / "metrics.csv").exists():
-            write_text_atomic(self.path / "metrics.csv", frame_of(run.rows).to_csv(index=False))
+            write_text_atomic(self.path / "metrics.csv", csv_text(frame_of(run.rows)))
 
     def _read_config(self) -> dict[str, Any] | None:
         try:
