@@ -3,7 +3,8 @@
 Texts come from rows of a store, which may be anybody's: names of layers, messages of errors, specs. A
 spreadsheet takes a cell that begins with `=`, `+`, `-` or `@` for a formula, which can fetch addresses or
 start programs; a tab or a line break in front is dropped before it looks. Such a text gets an apostrophe in
-front, as OWASP's "CSV Injection" advises. Numbers are never changed, those written as text included.
+front, as OWASP's "CSV Injection" advises. Numbers are never changed, those written as text included. A
+carriage return becomes a newline, which is quoted: bare it would begin a new row, and with it a new cell.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import pandas as pd
 
 __all__ = ["csv_text", "plain_cell"]
 
-OPENINGS = tuple("=+-@\t\r\n＝＋－＠")  # the wide forms are those of East Asian keyboards
+OPENINGS = tuple("=+-@\t\n＝＋－＠")  # the wide forms are those of East Asian keyboards
 
 
 def csv_text(frame: pd.DataFrame, float_format: str | None = None) -> str:
@@ -40,9 +41,10 @@ def plain_cell(value: Any) -> Any:
     >>> plain_cell("@SUM(A1)"), plain_cell("-0.5"), plain_cell("pch-1"), plain_cell(-2)
     ("'@SUM(A1)", '-0.5', 'pch-1', -2)
     """
-    if not isinstance(value, str) or not value.startswith(OPENINGS) or _is_number(value):
+    if not isinstance(value, str):
         return value
-    return f"'{value}"
+    text = value.replace("\r\n", "\n").replace("\r", "\n")
+    return f"'{text}" if text.startswith(OPENINGS) and not _is_number(text) else text
 
 
 def _is_number(text: str) -> bool:
