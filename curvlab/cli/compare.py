@@ -109,8 +109,9 @@ def command(
     """Measure error, time, memory and convergence of every provider with every solver.
 
     Results go to the folder as they are measured: the same command resumes an interrupted comparison, and
-    only shows a finished one. A cell that fails is in the table with its reason, and the exit code is 1; a
-    pair that does not exist is skipped with the reason, which is no failure while another was measured.
+    only shows a finished one; after a change of curvlab's own code it measures again. A cell that fails is
+    in the table with its reason, and the exit code is 1; a pair that does not exist is skipped with the
+    reason, which is no failure while another was measured.
 
     \b
     Examples:

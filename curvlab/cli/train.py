@@ -21,6 +21,7 @@ from curvlab.cli.console import bytes_text, loss_text, percent_text, table
 from curvlab.cli.options import make_setup, setup_options
 from curvlab.distributed.launch import launched
 from curvlab.exceptions import SpecError
+from curvlab.measure.source import mixed_sources
 from curvlab.studies.optimizers import optimizers
 from curvlab.studies.rates import rate_words, rates_of
 from curvlab.studies.train import Progress, TrainPlan, train
@@ -194,6 +195,9 @@ def _row(row: dict[Any, Any]) -> list[str]:
 def _finish(frame: pd.DataFrame, plan: TrainPlan, folder: Path, quiet: bool) -> None:
     """Say where the run is, and end with the exit code of how it ended."""
     last = frame.iloc[-1]
+    mixed = mixed_sources(frame["source"]) if "source" in frame else ""
+    if mixed and not quiet:
+        click.echo(mixed, err=True)
     if last["status"] != "ok":
         click.echo(f"The run {last['status']} in epoch {last['epoch']}: {last['message']}", err=True)
         sys.exit(1)

@@ -29,7 +29,7 @@ def write_pages(content: Content, folder: str | Path, name: str = "report") -> P
     look = content.look(LIGHT)
     for section in content.sections:
         for drawing in section.drawings:
-            write_bytes_atomic(folder / "figures" / f"{drawing.name}.png", png(drawing.draw(look)))
+            write_bytes_atomic(folder / "figures" / drawing.file_name, png(drawing.draw(look)))
     write_text_atomic(folder / f"{name}.md", markdown_page(content))
     page = folder / f"{name}.html"
     write_text_atomic(page, html_page(content))

@@ -26,6 +26,7 @@ from curvlab.reproduce.subjects import Options
 from curvlab.reproduce.task import Places, Show, Task
 from curvlab.studies.executor import Place, place_of, run
 from curvlab.studies.run_lock import run_lock
+from curvlab.studies.spreadsheet import csv_text
 from curvlab.studies.store import Store, key_of
 
 __all__ = ["DEFAULT_OUTPUT", "command_of", "reproduce", "work_folder", "write_experiment"]
@@ -78,7 +79,7 @@ def write_experiment(experiment: Experiment, store: Store, options: Options, fol
     frames = experiment.frames(store)
     outcome = Outcome(store, options, command_of(experiment.name, options), frames)
     for name, frame in frames.items():
-        write_text_atomic(folder / f"{name}.csv", frame.to_csv(index=False, float_format="%.6g"))
+        write_text_atomic(folder / f"{name}.csv", csv_text(frame, float_format="%.6g"))
     return write_pages(Provenance.of(store, frames, options).mark(experiment.content(outcome)), folder)
 
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from curvlab.exceptions import SpecError
 from curvlab.measure.environment import environment
+from curvlab.measure.source import source_hash
 from curvlab.problem import Problem
 from curvlab.providers import Provider
 from curvlab.solvers import Solver
@@ -206,6 +207,7 @@ def _study_row(settings: Settings, rows: _Rows) -> Row:
         "key": settings.study,
         "kind": "study",
         "study": settings.study,
+        "source": source_hash(),
         "config": settings.fields(),
         "environment": environment(device) | {"threads": settings.threads},
         "warnings": facts(problem),

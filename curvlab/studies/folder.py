@@ -16,6 +16,7 @@ from curvlab.files import write_text_atomic
 from curvlab.studies.comparison import Comparison, comparison_from
 from curvlab.studies.settings import Settings
 from curvlab.studies.setup import Setup
+from curvlab.studies.spreadsheet import csv_text
 from curvlab.studies.store import Store
 from curvlab.studies.toml import read_settings, toml_text
 
@@ -38,7 +39,7 @@ def write_settings(folder: Path, config: dict[str, Any], environment: dict[str, 
 
 def write_frames(folder: Path, comparison: Comparison) -> None:
     """Write results.csv: the cells, one row a pair."""
-    write_text_atomic(folder / "results.csv", comparison.cells.to_csv(index=False))
+    write_text_atomic(folder / "results.csv", csv_text(comparison.cells))
 
 
 def load_comparison(folder: str | Path) -> Comparison:

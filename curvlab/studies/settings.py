@@ -1,7 +1,8 @@
 """The settings of a comparison: what is compared, how, and how often; read from and written to TOML.
 
 subject     a `Setup` (by name, rebuilt anywhere) or a `Problem` (as it is, in this process)
-study       hash of all that every number depends on: subject, α, device, dtype, threads, versions
+study       hash of all that every number depends on: subject, α, device, dtype, threads, versions, and the
+            hash of curvlab's own source: rows that another source measured belong to another study
 key         hash of a study and one choice in it: a provider, a pair, an optimizer
 """
 
@@ -22,6 +23,7 @@ from curvlab.architectures import architectures
 from curvlab.criteria.registry import criteria
 from curvlab.data import datasets
 from curvlab.exceptions import SpecError
+from curvlab.measure.source import source_hash
 from curvlab.problem import Problem
 from curvlab.providers import Provider
 from curvlab.providers.registry import providers as provider_registry
@@ -132,8 +134,8 @@ class Settings:
                 "versions": {
                     "python": platform.python_version(),
                     "torch": torch.__version__,
-                    "curvlab": _version(),
                 },
+                "source": source_hash(),
             }
         )
 
@@ -150,12 +152,6 @@ def _readable(setup: Setup) -> dict[str, Any]:
         if fields[name] is not None and not imports.is_address(fields[name]):
             fields[name] = registry.label(fields[name])
     return fields | ({"batch": None} if imports.is_address(setup.data) else {})  # their batches have a size
-
-
-def _version() -> str:
-    import curvlab
-
-    return curvlab.__version__
 
 
 def _distinct(registry: Any, specs: Any) -> tuple[Any, ...]:

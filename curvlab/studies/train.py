@@ -12,7 +12,8 @@ first step of the epoch allocated. `cg_iterations` is the mean over all steps an
 of blocks that ended in each status at the last step of the epoch, by their true residuals. These two steps
 count with the mean time of the others, because what is measured on them slows them down. `status` is `ok`,
 `diverged` (a loss that is not finite, or a step that was refused) or `failed` (the solver refused the
-curvature), with the reason in `message`.
+curvature), with the reason in `message`. `source` is the hash of the curvlab that wrote the row: a run may be
+resumed after a change of the code.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from curvlab.files import next_number, write_text_atomic
 from curvlab.measure.environment import environment
 from curvlab.studies.checkpoint import read_checkpoint, write_checkpoint
 from curvlab.studies.rates import rate_words, rates_of
+from curvlab.studies.spreadsheet import csv_text
 from curvlab.studies.store import Store, refuse_foreign_results
 from curvlab.studies.toml import read_toml, toml_text
 from curvlab.studies.train_plan import TrainPlan
@@ -118,7 +119,7 @@ class TrainFolder:
         for row in new:
             store.append(row)
         if new or not (self.path / "metrics.csv").exists():
-            write_text_atomic(self.path / "metrics.csv", frame_of(run.rows).to_csv(index=False))
+            write_text_atomic(self.path / "metrics.csv", csv_text(frame_of(run.rows)))
 
     def _read_config(self) -> dict[str, Any] | None:
         path = self.path / "config.toml"

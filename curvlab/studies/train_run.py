@@ -24,6 +24,7 @@ from curvlab.distributed.shards import rank_batches
 from curvlab.exceptions import PairError, ProblemError, SolveError
 from curvlab.measure import device as devices
 from curvlab.measure.memory import peak_bytes
+from curvlab.measure.source import source_hash
 from curvlab.optim import SecondOrder
 from curvlab.solvers import Solution, Status
 from curvlab.studies.evaluate import Score, evaluate
@@ -251,6 +252,7 @@ class TrainRun:
                 **{f"blocks_{s.slug.replace('-', '_')}": tally.statuses.get(s.slug, nan) for s in Status},
                 "status": self.status,
                 "message": message,
+                "source": source_hash(),
             }
         )
         self.closed_seconds, self.closed_cpu = self.seconds, self.closed_cpu + tally.cpu_seconds

@@ -16,6 +16,7 @@ from typing import Any
 import pandas as pd
 from torch import Tensor
 
+from curvlab.measure.source import source_hash
 from curvlab.problem import Problem
 from curvlab.reproduce.task import Places, Row, Show
 from curvlab.studies.errors import TOTAL, errors
@@ -121,6 +122,7 @@ class Trajectory:
                 {
                     "kind": END,
                     "key": self.end_key,
+                    "source": source_hash(),
                     "seed": self.plan.setup.seed,
                     "criterion": self.plan.setup.criterion,
                     "steps": observer.step,
@@ -163,6 +165,7 @@ class _Observer:
         return {
             "kind": POINT,
             "key": self.task.point_key(run.steps, batch),
+            "source": source_hash(),
             "criterion": self.task.plan.setup.criterion,
             "data": self.task.plan.setup.data,
             "seed": self.task.plan.setup.seed,
