@@ -65,7 +65,7 @@ def test_a_tiny_and_a_huge_loss_are_shown_with_their_digits(capsys):
 def test_the_settings_of_the_run_are_told_and_that_they_were_not_tuned(tmp_path):
     result = run("--epochs", "0", "--lr", "0.2", "-o", str(tmp_path))
     told = (
-        "pch-1 + ea-cg: learning rate 0.2, α 0.05, momentum 0, schedule constant; as given or by default, not"
+        "pch-1 + ea-cg: learning rate 0.2, α 0.01, momentum 0, schedule constant; as given or by default, not"
     )
     assert told in result.stderr
 

@@ -13,6 +13,11 @@ of blocks that ended in each status at the last step of the epoch, by their true
 count with the mean time of the others, because what is measured on them slows them down. `status` is `ok`,
 `diverged` (a loss that is not finite, or a step that was refused) or `failed` (the solver refused the
 curvature), with the reason in `message`.
+
+`constant_loss` is the loss of the best constant output (`curvlab.studies.plateau`), NaN where there is none,
+for a reason that the first `message` gives. `plateau_steps` counts the updates of the last whole epochs in a
+row that were on the plateau: both `step_loss` and `train_loss` within 2 % of `constant_loss`. At the first
+row where it is 100 or more, the `message` says what was seen and what to try; the status stays `ok`.
 """
 
 from __future__ import annotations
