@@ -84,11 +84,11 @@ NOISE = (
     *(Trial(second_order(0.2, 0.01, "kfi"), 100, seed, 800) for seed in THREE),
 )
 CONTROL = tuple(Trial(f"sgd[lr={lr},momentum=0.9]", 500, 0, 400) for lr in (0.01, 0.05, 0.1, 0.5))
-CANDIDATES = ((0.1, 0.05), (0.05, 0.05), (0.1, 0.01), (0.05, 0.01), (0.02, 0.01))
+CANDIDATES = ((0.1, 0.05), (0.1, 0.01), (0.05, 0.01), (0.05, 0.05), (0.02, 0.01))
 DEFAULTS = tuple(
     Trial(second_order(lr, alpha), batch, seed, limit)
     for seed in THREE
-    for lr, alpha in CANDIDATES[:4]
+    for lr, alpha in CANDIDATES[:3]
     for batch, limit in ((100, 600), (500, 300))
     if (lr, alpha, batch) != (0.05, 0.01, 100)  # `noise` has it, with more seeds
 )

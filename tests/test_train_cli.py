@@ -118,7 +118,7 @@ def test_another_configuration_in_the_folder_is_a_mistake_too(tmp_path):
     run("--epochs", "0", "--quiet", "-o", str(tmp_path))
     result = run("--epochs", "0", "--alpha", "0.1", "-o", str(tmp_path))
     assert result.exit_code == 2
-    assert "optimizer.alpha is `0.05` there, `0.1` now" in result.stderr
+    assert "optimizer.alpha is `0.01` there, `0.1` now" in result.stderr
     assert run("--epochs", "0", "--alpha", "0.1", "--fresh", "--quiet", "-o", str(tmp_path)).exit_code == 0
 
 
