@@ -14,6 +14,11 @@ count with the mean time of the others, because what is measured on them slows t
 `diverged` (a loss that is not finite, or a step that was refused) or `failed` (the solver refused the
 curvature), with the reason in `message`. `source` is the hash of the curvlab that wrote the row: a run may be
 resumed after a change of the code.
+
+`constant_loss` is the loss of the best constant output (`curvlab.studies.plateau`), NaN where there is none,
+for a reason that the first `message` gives. `plateau_steps` counts the updates of the last whole epochs in a
+row that were on the plateau: both `step_loss` and `train_loss` within 2 % of `constant_loss`. At the first
+row where it is 100 or more, the `message` says what was seen and what to try; the status stays `ok`.
 """
 
 from __future__ import annotations
