@@ -11,8 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
-from typing import ClassVar, Literal, get_args, get_origin, get_type_hints
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -26,6 +25,7 @@ from curvlab.solvers.pi import Split
 from curvlab.solvers.residual import System
 from curvlab.solvers.routes import Route
 from curvlab.solvers.sides import WeightGradient
+from curvlab.specs import check_choices
 
 __all__ = ["Formulation", "LayerDirection", "LayerGradient", "Solver"]
 
@@ -70,12 +70,7 @@ class Solver(ABC):
 
     def __post_init__(self) -> None:
         """Refuse a field that is none of the choices it has; a subclass with its own calls this one."""
-        for name, hint in get_type_hints(type(self)).items():
-            choices, value = get_args(hint), getattr(self, name)
-            if get_origin(hint) is Literal and value not in choices:
-                nearest = get_close_matches(str(value), map(str, choices), n=1)
-                meant = f"; did you mean `{nearest[0]}`?" if nearest else ""
-                raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(str, choices))}{meant}")
+        check_choices(self)
 
     @abstractmethod
     def prepare(self, layer: LayerCurvature, damping: Damping, gradient: LayerGradient) -> object:
