@@ -10,6 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import curvlab
+from curvlab import curvature_io
 from curvlab.exceptions import MatrixFreeError
 from tests.cases import Case
 from tests.test_streaming import split
@@ -85,7 +86,7 @@ def test_a_write_that_fails_leaves_the_file_that_was_there(
         target.write_bytes(b"torn")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("curvlab.curvature_io.save_file", full_disk)
+    monkeypatch.setattr(curvature_io, "save_file", full_disk)
     with pytest.raises(OSError, match="No space left"):
         curvlab.estimate("fisher", problem).save(path)
     assert path.read_bytes() == before
