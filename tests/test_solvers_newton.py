@@ -10,7 +10,7 @@ import curvlab
 from curvlab import Status
 from curvlab.exceptions import SolveError
 from curvlab.linalg import OperatorBlock
-from curvlab.solvers.operator_cg import jacobi
+from curvlab.solvers.conjugate_gradients import jacobi
 from tests.solver_cases import NARROW, WIDE, assert_close, autograd_gradient, problem
 
 ALPHA = 0.3
@@ -344,7 +344,7 @@ def test_measures_of_an_operator_equal_those_written_out() -> None:
 def test_the_jacobi_preconditioner_is_the_damped_diagonal_without_its_negative_part(provider: str) -> None:
     p = problem(**WIDE, gain=3.0)
     curvature, matrices = curvlab.estimate(provider, p), hessian(p)
-    apply = jacobi(curvature, curvlab.Mixed(0.2))
+    apply = jacobi(curvature.blocks, curvlab.Mixed(0.2))
     negative = 0
     for name, parameter in p.model.named_parameters():
         diagonal = matrices[name][name].reshape(parameter.numel(), -1).diagonal().reshape(parameter.shape)

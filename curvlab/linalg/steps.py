@@ -1,5 +1,6 @@
-"""Matrices that are not formed until they are asked for.
+"""Steps: matrices that may be held in factors, to be added to a parameter.
 
+    TensorStep     X                            as it is
     RowProduct     X = M H', H' = diag(√c) H    rows in the row space of a Gram factor
     Combination    X = c G + U Z                a multiple of a given matrix and a product of thin ones
 
@@ -10,20 +11,100 @@ that adds X to a parameter. A combination refers to G, which is not copied, and 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from curvlab.linalg.factors import GramFactor
-from curvlab.linalg.norms import frobenius_norm, largest
+from curvlab.linalg.norms import frobenius_norm, max_abs
 from curvlab.linalg.symmetric import COLUMN_CHUNK
 
-__all__ = ["Combination", "Matrix", "RowProduct", "add_into", "checksum", "form", "magnitude"]
+__all__ = ["Combination", "Matrix", "RowProduct", "Step", "TensorStep", "as_step"]
+
+
+class Step(ABC):
+    """A tensor to be added to a parameter, formed only on demand."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """Shape of X."""
+
+    @property
+    @abstractmethod
+    def borrowed(self) -> Tensor | None:
+        """The tensor that the step refers to and has not copied; None where it holds all of its own."""
+
+    @abstractmethod
+    def form(self) -> Tensor:
+        """X itself."""
+
+    @abstractmethod
+    def add_into(self, target: Tensor, scale: float) -> None:
+        """target ← target + scale · X, in place; what is not formed is added without being formed."""
+
+    @abstractmethod
+    def magnitude(self) -> Tensor:
+        """An upper bound of max|X|, with no matrix formed."""
+
+    @abstractmethod
+    def checksum(self) -> Tensor:
+        """A scalar tensor that is finite only where what was computed of X is.
+
+        The rows of a product, and the matrix and the basis of a combination, were there before.
+        """
+
+
+Matrix = Tensor | Step
+
+
+def as_step(value: Matrix) -> Step:
+    """A step as it is, a tensor as a step.
+
+    >>> as_step(torch.tensor([[1.0, -3.0]])).magnitude().item()
+    3.0
+    """
+    return TensorStep(value) if isinstance(value, Tensor) else value
 
 
 @dataclass(frozen=True, eq=False)
-class RowProduct:
+class TensorStep(Step):
+    """A tensor as it is.
+
+    >>> parameter = torch.ones(2)
+    >>> TensorStep(torch.ones(2)).add_into(parameter, 0.5)
+    >>> parameter.tolist()
+    [1.5, 1.5]
+    """
+
+    tensor: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    @property
+    def borrowed(self) -> Tensor | None:
+        return None
+
+    def form(self) -> Tensor:
+        return self.tensor
+
+    @torch.no_grad()
+    def add_into(self, target: Tensor, scale: float) -> None:
+        target.add_(self.tensor, alpha=scale)
+
+    def magnitude(self) -> Tensor:
+        return max_abs(self.tensor)
+
+    def checksum(self) -> Tensor:
+        return self.tensor.sum()
+
+
+@dataclass(frozen=True, eq=False)
+class RowProduct(Step):
     """X = M diag(√c) H, formed only on demand.
 
     >>> x = RowProduct(torch.ones(2, 1), GramFactor(torch.ones(1, 3), torch.ones(1)))
@@ -35,9 +116,12 @@ class RowProduct:
     gram: GramFactor
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """Shape of X."""
+    def shape(self) -> tuple[int, ...]:
         return (self.coefficients.shape[0], self.gram.size)
+
+    @property
+    def borrowed(self) -> Tensor | None:
+        return self.gram.rows
 
     @property
     def left(self) -> Tensor:
@@ -45,8 +129,18 @@ class RowProduct:
         return self.coefficients * self.gram.root
 
     def form(self) -> Tensor:
-        """X itself."""
         return self.left @ self.gram.rows
+
+    @torch.no_grad()
+    def add_into(self, target: Tensor, scale: float) -> None:
+        target.addmm_(self.left, self.gram.rows, alpha=scale)
+
+    def magnitude(self) -> Tensor:
+        """‖M‖ √tr K."""
+        return frobenius_norm(self.coefficients) * self.gram.trace().clamp(min=0).sqrt()
+
+    def checksum(self) -> Tensor:
+        return self.coefficients.sum()
 
     def square_norm(self) -> Tensor:
         """‖X‖², a chunk of columns at a time.
@@ -64,7 +158,7 @@ class RowProduct:
 
 
 @dataclass(frozen=True, eq=False)
-class Combination:
+class Combination(Step):
     """X = c G + U Z, with c a scalar tensor, U of few columns and Z of as many rows; formed on demand.
 
     >>> x = Combination(torch.tensor(2.0), torch.ones(2, 3), torch.ones(2, 1), torch.ones(1, 3))
@@ -78,54 +172,25 @@ class Combination:
     right: Tensor
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """Shape of X."""
-        return (self.matrix.shape[0], self.matrix.shape[1])
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.matrix.shape)
+
+    @property
+    def borrowed(self) -> Tensor | None:
+        return self.matrix
 
     def form(self) -> Tensor:
-        """X itself."""
         return (self.scale * self.matrix).addmm_(self.left, self.right)
 
+    @torch.no_grad()
+    def add_into(self, target: Tensor, scale: float) -> None:
+        target.addcmul_(self.scale, self.matrix, value=scale)
+        target.addmm_(self.left, self.right, alpha=scale)
 
-Matrix = Tensor | RowProduct | Combination
+    def magnitude(self) -> Tensor:
+        """|c| max|G| + ‖U‖ ‖Z‖."""
+        thin = frobenius_norm(self.left) * frobenius_norm(self.right)
+        return self.scale.abs() * max_abs(self.matrix) + thin
 
-
-def form(value: Matrix) -> Tensor:
-    """The matrix, whether it is formed already or not."""
-    return value if isinstance(value, Tensor) else value.form()
-
-
-def add_into(target: Tensor, value: Matrix, scale: float) -> None:
-    """target ← target + scale · value, in place; what is not formed is added without being formed."""
-    with torch.no_grad():
-        if isinstance(value, RowProduct):
-            target.addmm_(value.left, value.gram.rows, alpha=scale)
-        elif isinstance(value, Combination):
-            target.addcmul_(value.scale, value.matrix, value=scale)
-            target.addmm_(value.left, value.right, alpha=scale)
-        else:
-            target.add_(value, alpha=scale)
-
-
-def checksum(value: Matrix) -> Tensor:
-    """A scalar tensor that is finite only where what was computed of the matrix is.
-
-    The rows of a product, and the matrix and the basis of a combination, were there before.
-    """
-    if isinstance(value, RowProduct):
-        return value.coefficients.sum()
-    return value.scale + value.left.sum() if isinstance(value, Combination) else value.sum()
-
-
-def magnitude(value: Matrix) -> Tensor:
-    """An upper bound of the largest entry, with no matrix formed: ‖M‖ √tr K, or |c| max|G| + ‖U‖ ‖Z‖.
-
-    >>> magnitude(torch.tensor([[1.0, -3.0]])).item()
-    3.0
-    """
-    if isinstance(value, RowProduct):
-        return frobenius_norm(value.coefficients) * value.gram.trace().clamp(min=0).sqrt()
-    if isinstance(value, Combination):
-        thin = frobenius_norm(value.left) * frobenius_norm(value.right)
-        return value.scale.abs() * largest(value.matrix) + thin
-    return largest(value)
+    def checksum(self) -> Tensor:
+        return self.scale + self.left.sum()

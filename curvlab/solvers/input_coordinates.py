@@ -4,17 +4,19 @@ A solver's direction is D = X Z + L G⊥, where the rows of Z span what the inpu
 part of the gradient outside it, and L acts on G⊥ from the left (a scalar in CG, a matrix in the
 factored inverse). The solver computes with X alone; the right action of A on X is a small matrix.
 
-    side      Z                       X             A acts as       G⊥
-    sample    H' = diag(√c) H         n_t × m       K = H'H'ᵀ       0
-    eigen     Λ^-½ Vᵀ H', K = VΛVᵀ    n_t × m       Λ               where Λ is rounding
-    row       Qᵀ from QR of H'ᵀ       n_t × m       R Rᵀ            G - (GQ)Qᵀ
-    dense     I                       n_t × n_{t-1} A               0
-    mean      qᵀ = E[h]ᵀ/‖E[h]‖       n_t × 1       ‖E[h]‖²         G - (Gq)qᵀ
+    coordinates   Z                       X               A acts as       G⊥
+    sample        H' = diag(√c) H         n_t × m         K = H'H'ᵀ       0
+    eigen         Λ^-½ Vᵀ H', K = VΛVᵀ    n_t × m         Λ               where Λ is rounding
+    row           Qᵀ from QR of H'ᵀ       n_t × m         R Rᵀ            G - (GQ)Qᵀ
+    dense         I                       n_t × n_{t-1}   A               0
+    mean          qᵀ = E[h]ᵀ/‖E[h]‖       n_t × 1         ‖E[h]‖²         G - (Gq)qᵀ
 
 All but the first are orthonormal: inner products are those of X, and nothing cancels in them. The first
-is for solvers that take none; the second keeps the same route, `sample`, for those that do.
+is for solvers that take none; the second keeps the same route, `sample`, for those that do. The last is for
+the mean input factor E[h]E[h]ᵀ; it takes a gradient in factors, where G⊥ stays in the sample space too, or a
+formed one.
 
-The last is in `mean_side`.
+Of a formed gradient G = (GQ) Qᵀ + G⊥ an iteration needs GQ and ‖G⊥‖, in all digits; G⊥ is never held whole.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeVar
 
 import torch
@@ -30,25 +32,26 @@ from torch import Tensor
 
 from curvlab.exceptions import PairError
 from curvlab.gradient import RowGradient
-from curvlab.linalg import Combination, GramFactor, Matrix, RowProduct
-from curvlab.linalg.factors import DenseFactor
+from curvlab.linalg import Combination, Factor, GramFactor, Matrix, RowProduct
+from curvlab.linalg.inputs import InputFactors
 from curvlab.linalg.inverse import cholesky_shifted
-from curvlab.linalg.norms import binary_scale, frobenius_norm
-from curvlab.solvers.perpendicular import split_gradient
+from curvlab.linalg.norms import binary_scale, frobenius_norm, squares_in_range
+from curvlab.measure import device
 
 __all__ = [
-    "Coordinates",
-    "DenseSide",
-    "EigenSide",
-    "InputSide",
+    "DenseCoordinates",
+    "EigenCoordinates",
+    "GradientCoordinates",
+    "InputCoordinates",
     "Left",
-    "RowSide",
-    "SampleSide",
+    "MeanCoordinates",
+    "RowCoordinates",
+    "SampleCoordinates",
     "Scalar",
     "WeightGradient",
-    "formed",
-    "joined",
-    "own_gradient",
+    "form_gradient",
+    "require_own_gradient",
+    "split_gradient",
 ]
 
 T = TypeVar("T")
@@ -67,19 +70,20 @@ class Scalar:
 
 
 @dataclass(frozen=True, eq=False)
-class Coordinates:
-    """A weight gradient as a side sees it: X_G (n_t × r), ‖G⊥‖ (None: zero), and what forms G⊥.
+class GradientCoordinates:
+    """A weight gradient in some coordinates: X_G (n_t × r), ‖G⊥‖ (None: zero), and what makes D of an X.
 
-    `rows` is set where X_G is the transpose of these rows, scaled by the roots of their weights.
+    `assemble(X, L)` is D = X Z + L G⊥, where L returns a new tensor. `rows` is set where X_G is the
+    transpose of these rows, scaled by the roots of their weights.
     """
 
     x: Tensor
+    assemble: Callable[[Tensor, Left], Matrix]
     perp_norm: Tensor | None = None
-    whole: Tensor | RowProduct | None = None
     rows: GramFactor | None = None
 
 
-class InputSide(ABC):
+class InputCoordinates(ABC):
     """One choice of coordinates for the input side of a layer."""
 
     route: str
@@ -105,12 +109,8 @@ class InputSide(ABC):
         return None
 
     @abstractmethod
-    def coordinates(self, gradient: WeightGradient) -> Coordinates:
+    def of(self, gradient: WeightGradient) -> GradientCoordinates:
         """The gradient in these coordinates."""
-
-    @abstractmethod
-    def assemble(self, gradient: Coordinates, x: Tensor, left: Left) -> Matrix:
-        """D = X Z + L G⊥; `left` is L and returns a new tensor."""
 
     @abstractmethod
     def remember(self, key: Hashable, make: Callable[[], T]) -> T:
@@ -121,7 +121,7 @@ class InputSide(ABC):
         return cholesky_shifted(self.matrix, shift, check)
 
 
-class SampleSide(InputSide):
+class SampleCoordinates(InputCoordinates):
     """D = X H': for a gradient of the very batch whose rows the input factor holds."""
 
     route = "sample"
@@ -141,19 +141,19 @@ class SampleSide(InputSide):
     def matrix(self) -> Tensor:
         return self.gram.gram
 
-    def coordinates(self, gradient: WeightGradient) -> Coordinates:
-        own = own_gradient(gradient, self.gram)
-        return Coordinates(own.gradients.scaled_rows().T, rows=own.gradients)
+    def of(self, gradient: WeightGradient) -> GradientCoordinates:
+        own = require_own_gradient(gradient, self.gram)
+        return GradientCoordinates(own.gradients.scaled_rows().T, self._assemble, rows=own.gradients)
 
-    def assemble(self, gradient: Coordinates, x: Tensor, left: Left) -> RowProduct:
+    def _assemble(self, x: Tensor, left: Left) -> RowProduct:
         return RowProduct(x, self.gram)
 
     def remember(self, key: Hashable, make: Callable[[], T]) -> T:
         return self.gram.remember(key, make)
 
 
-class EigenSide(InputSide):
-    """D = X Λ^-½ Vᵀ H' + L G⊥, with K = V Λ Vᵀ: the sample side in orthonormal coordinates.
+class EigenCoordinates(InputCoordinates):
+    """D = X Λ^-½ Vᵀ H' + L G⊥, with K = V Λ Vᵀ: the sample space in orthonormal coordinates.
 
     An eigenvalue within rounding of zero says nothing of its direction. What the gradient has there, of no
     size to speak of, is G⊥: kept in coefficients, where it is exact.
@@ -169,7 +169,7 @@ class EigenSide(InputSide):
         return self.gram.remember((self.route, "eigh"), lambda: tuple(torch.linalg.eigh(self.gram.gram)))
 
     @cached_property
-    def _kept(self) -> Tensor:
+    def _significant(self) -> Tensor:
         values = self._eigen[0]
         return values > len(values) * torch.finfo(values.dtype).eps * values[-1]
 
@@ -183,36 +183,37 @@ class EigenSide(InputSide):
 
     @cached_property
     def diagonal(self) -> Tensor:
-        return torch.where(self._kept, self._eigen[0], 0)
+        return torch.where(self._significant, self._eigen[0], 0)
 
     @property
     def matrix(self) -> Tensor:
         return torch.diag(self.diagonal)
 
-    def coordinates(self, gradient: WeightGradient) -> Coordinates:
+    def of(self, gradient: WeightGradient) -> GradientCoordinates:
         values, vectors = self._eigen
-        along = own_gradient(gradient, self.gram).gradients.scaled_rows().T @ vectors
+        along = require_own_gradient(gradient, self.gram).gradients.scaled_rows().T @ vectors
         scaled = along * values.clamp(min=0).sqrt()
-        rest = torch.where(self._kept, 0, along)
+        rest = torch.where(self._significant, 0, along)
         size = binary_scale(along)
-        perp = frobenius_norm(torch.where(self._kept, 0, scaled) / size)
+        perp = frobenius_norm(torch.where(self._significant, 0, scaled) / size)
         # Its size is known up to rounding only; with none at all CG would leave it out of the step.
         rounding = torch.finfo(values.dtype).eps * values[-1].clamp(min=0).sqrt()
         perp = torch.maximum(perp, rounding * frobenius_norm(rest / size)) * size
-        return Coordinates(torch.where(self._kept, scaled, 0), perp, RowProduct(rest, self.gram))
+        return GradientCoordinates(
+            torch.where(self._significant, scaled, 0), partial(self._assemble, rest), perp
+        )
 
-    def assemble(self, gradient: Coordinates, x: Tensor, left: Left) -> RowProduct:
-        assert isinstance(gradient.whole, RowProduct)
+    def _assemble(self, rest: Tensor, x: Tensor, left: Left) -> RowProduct:
         values, vectors = self._eigen
-        inverse = torch.where(self._kept, values, 1).rsqrt()
-        along = torch.where(self._kept, x * inverse, left(gradient.whole.coefficients))
+        inverse = torch.where(self._significant, values, 1).rsqrt()
+        along = torch.where(self._significant, x * inverse, left(rest))
         return RowProduct(along @ vectors.T, self.gram)
 
     def remember(self, key: Hashable, make: Callable[[], T]) -> T:
         return self.gram.remember(key, make)
 
 
-class RowSide(InputSide):
+class RowCoordinates(InputCoordinates):
     """D = X Qᵀ + L G⊥ with Q an orthonormal basis of the rows of H' (which may be rank deficient)."""
 
     route = "row"
@@ -241,24 +242,21 @@ class RowSide(InputSide):
     def matrix(self) -> Tensor:
         return self._qr[1] @ self._qr[1].T
 
-    def coordinates(self, gradient: WeightGradient) -> Coordinates:
-        whole = formed(gradient)
-        return Coordinates(*split_gradient(whole, self.basis), whole)
-
-    def assemble(self, gradient: Coordinates, x: Tensor, left: Left) -> Tensor | Combination:
-        assert isinstance(gradient.whole, Tensor)
-        return joined(gradient.whole, x - left(gradient.x), self.basis.T, left)
+    def of(self, gradient: WeightGradient) -> GradientCoordinates:
+        whole = form_gradient(gradient)
+        x, norm = split_gradient(whole, self.basis)
+        return GradientCoordinates(x, partial(_combine, whole, x, self.basis.T), norm)
 
     def remember(self, key: Hashable, make: Callable[[], T]) -> T:
         return self.gram.remember(key, make)
 
 
-class DenseSide(InputSide):
+class DenseCoordinates(InputCoordinates):
     """D = X: the input factor as an n_{t-1} × n_{t-1} matrix."""
 
     route = "dense"
 
-    def __init__(self, factor: DenseFactor | GramFactor) -> None:
+    def __init__(self, factor: Factor) -> None:
         self.factor = factor
 
     @property
@@ -273,19 +271,99 @@ class DenseSide(InputSide):
     def matrix(self) -> Tensor:
         return self.factor.to_dense()
 
-    def coordinates(self, gradient: WeightGradient) -> Coordinates:
-        return Coordinates(formed(gradient))
+    def of(self, gradient: WeightGradient) -> GradientCoordinates:
+        return GradientCoordinates(form_gradient(gradient), self._assemble)
 
-    def assemble(self, gradient: Coordinates, x: Tensor, left: Left) -> Tensor:
+    @staticmethod
+    def _assemble(x: Tensor, left: Left) -> Tensor:
         return x
 
     def remember(self, key: Hashable, make: Callable[[], T]) -> T:
         return self.factor.remember(key, make)
 
 
-def own_gradient(gradient: WeightGradient, rows: GramFactor) -> RowGradient:
+class MeanCoordinates(InputCoordinates):
+    """D = X qᵀ + L G⊥ with q = E[h]/‖E[h]‖ (zero where E[h] is): the rank-one input factor."""
+
+    def __init__(self, inputs: InputFactors, route: str, norm: bool = True) -> None:
+        self.inputs, self.route, self.norm = inputs, route, norm
+
+    @property
+    def size(self) -> int:
+        return 1
+
+    @cached_property
+    def trace(self) -> Tensor:
+        return self.inputs.mean.square().sum()
+
+    @property
+    def diagonal(self) -> Tensor:
+        return self.trace.reshape(1)
+
+    @property
+    def matrix(self) -> Tensor:
+        return self.trace.reshape(1, 1)
+
+    @cached_property
+    def _norm(self) -> Tensor:
+        """‖E[h]‖, one where it is zero."""
+        norm = self.trace.sqrt()
+        return torch.where(norm > 0, norm, torch.ones_like(norm))
+
+    @cached_property
+    def basis(self) -> Tensor:
+        """q, a vector."""
+        return self.inputs.mean / self._norm
+
+    def of(self, gradient: WeightGradient) -> GradientCoordinates:
+        if (
+            self.route == "sample"
+            and isinstance(gradient, RowGradient)
+            and gradient.inputs.shares_rows_with(self.inputs.full)
+        ):
+            return self._of_rows(gradient)
+        whole = form_gradient(gradient)
+        if self.norm:
+            x, norm = split_gradient(whole, self.basis)
+        else:
+            x, norm = whole @ self.basis, None
+        column = x[:, None]
+        return GradientCoordinates(column, partial(_combine, whole, column, self.basis[None]), norm)
+
+    def _of_rows(self, gradient: RowGradient) -> GradientCoordinates:
+        """Gq = S'ᵀ(H'q), and ‖G⊥‖ where it is wanted."""
+        h, s = gradient.inputs, gradient.gradients
+        along = h.rows @ self.basis
+        x = (s.rows.T @ (along * h.root.square()))[:, None]
+        perp = self._perp_norm(gradient, along) if self.norm else None
+        return GradientCoordinates(x, partial(self._assemble_rows, gradient, x), perp)
+
+    def _assemble_rows(self, gradient: RowGradient, along: Tensor, x: Tensor, left: Left) -> RowProduct:
+        # qᵀ = (√c / ‖E[h]‖)ᵀ H': the correction stays in the sample space.
+        coefficients = left(gradient.gradients.scaled_rows().T)
+        coefficients.addmm_(x - left(along), (gradient.inputs.root / self._norm)[None])
+        return RowProduct(coefficients, gradient.inputs)
+
+    def _perp_norm(self, gradient: RowGradient, along: Tensor) -> Tensor:
+        """‖G⊥‖² = Σ S'S'ᵀ ⊙ K̃, with K̃ from the centred inputs: no digits are lost."""
+        h, s = gradient.inputs, gradient.gradients
+        off_centre = h.root * (along - self.inputs.mean @ self.basis)
+        centred = h.centred_gram - torch.outer(off_centre, off_centre)
+        norm = (s.gram * centred).sum().clamp(min=0).sqrt()
+        interval = device.read_interval(norm)
+        if interval == 0 or (interval == 1 and squares_in_range(norm)):
+            return norm
+        # The squares may have left the range of the dtype: those of S over its largest entry do not.
+        scale = binary_scale(s.rows)
+        return (GramFactor(s.rows / scale, s.root).gram * centred).sum().clamp(min=0).sqrt() * scale
+
+    def remember(self, key: Hashable, make: Callable[[], T]) -> T:
+        return self.inputs.mean_factor.remember(key, make)
+
+
+def require_own_gradient(gradient: WeightGradient, rows: GramFactor) -> RowGradient:
     """The gradient, where it is one of the very `rows` that the coordinates are made of."""
-    if isinstance(gradient, RowGradient) and gradient.inputs is rows:
+    if isinstance(gradient, RowGradient) and gradient.inputs.shares_rows_with(rows):
         return gradient
     given = "one of another batch" if isinstance(gradient, RowGradient) else "a tensor"
     raise PairError(
@@ -294,13 +372,67 @@ def own_gradient(gradient: WeightGradient, rows: GramFactor) -> RowGradient:
     )
 
 
-def joined(whole: Tensor, u: Tensor, z: Tensor, left: Left) -> Tensor | Combination:
-    """L G + U Z; not formed where L is a number."""
-    if isinstance(left, Scalar):
-        return Combination(left.value, whole, u, z)
-    return left(whole).addmm_(u, z)
-
-
-def formed(gradient: WeightGradient) -> Tensor:
+def form_gradient(gradient: WeightGradient) -> Tensor:
     """The gradient as a matrix."""
     return gradient.form() if isinstance(gradient, RowGradient) else gradient
+
+
+def _combine(whole: Tensor, along: Tensor, z: Tensor, x: Tensor, left: Left) -> Tensor | Combination:
+    """X Z + L G⊥ = L G + (X - L X_G) Z, with X_G = `along`; not formed where L is a number."""
+    correction = x - left(along)
+    if isinstance(left, Scalar):
+        return Combination(left.value, whole, correction, z)
+    return left(whole).addmm_(correction, z)
+
+
+SPLIT_ELEMENTS = 1 << 18
+
+
+def split_gradient(gradient: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
+    """GQ and ‖G⊥‖ for an orthonormal basis Q (n × r, or a vector), of a G of any size.
+
+    Where reads are free, a large G is first read for ‖G⊥‖² = ‖G‖² - ‖GQ‖², which will do if little of it
+    cancels, and squares are scaled only if they left the range of the dtype.
+    """
+    interval = device.read_interval(gradient)
+    if interval == 1 and gradient.numel() > SPLIT_ELEMENTS:
+        x, norm = gradient @ basis, frobenius_norm(gradient)
+        perp = _leg(norm, torch.linalg.vector_norm(x))
+        if squares_in_range(perp) and float(perp) > 0.7 * float(norm):
+            return x, perp
+    if interval <= 1:
+        x, perp = _split(gradient, basis, None)
+        if interval == 0 or squares_in_range(perp):
+            return x, perp
+    scale = binary_scale(gradient)
+    x, perp = _split(gradient, basis, scale)
+    return x * scale, perp * scale
+
+
+def _leg(hypotenuse: Tensor, other: Tensor) -> Tensor:
+    """√(a² - b²)."""
+    return ((hypotenuse - other) * (hypotenuse + other)).clamp(min=0).sqrt()
+
+
+def _split(gradient: Tensor, basis: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Both of G over `scale`; G⊥ is orthogonalised twice, so that only rounding of its part along Q is left.
+
+    A few rows at a time: G⊥ is needed for its norm alone and is never held whole. The second time that
+    norm is taken without it, ‖G⊥ - RQᵀ‖² = ‖G⊥‖² - ‖R‖² with R = G⊥Q, where next to nothing cancels.
+    """
+    parts, norms = [], []
+    count = min(max(1, SPLIT_ELEMENTS // gradient.shape[1]), len(gradient))
+    # One piece of memory for all parts: fresh pages would cost as much as the arithmetic.
+    held = gradient.new_empty(count, gradient.shape[1])
+    for part in gradient.split(count):
+        rows = part if scale is None else part / scale
+        x, perp = rows @ basis, held[: len(part)]
+        if basis.ndim == 1:
+            torch.addcmul(rows, x[:, None], basis, value=-1, out=perp)
+        else:
+            torch.addmm(rows, x, basis.T, alpha=-1, out=perp)
+        again = perp @ basis
+        parts.append(x.add_(again))
+        norms.append(torch.stack([frobenius_norm(perp), torch.linalg.vector_norm(again)]))
+    first, second = torch.linalg.vector_norm(torch.stack(norms), dim=0).unbind()
+    return torch.cat(parts), _leg(first, second)
