@@ -180,7 +180,7 @@ class CG(Solver):
         if gradient.bias is not None:
             results.append(self.run(bias_operator(state.layer, state.damping), -gradient.bias))
             bias = results[-1].x
-        return self._direction(state, weight, bias, "explicit", _side_by_side(results), slice(None))
+        return self._direction(state, weight, bias, "explicit", _join_reports(results), slice(None))
 
     def _direction(
         self,
@@ -240,7 +240,7 @@ def _cheapest_form(factor: Factor, columns: int) -> Factor:
     return factor if as_gram <= as_dense else DenseFactor(factor.to_dense())
 
 
-def _side_by_side(results: Sequence[CGResult]) -> CGResult:
+def _join_reports(results: Sequence[CGResult]) -> CGResult:
     """The reports of several runs, one column per run; a shorter one is filled up with NaN."""
     return CGResult(
         results[0].x,
@@ -524,11 +524,11 @@ class BlockCG(Solver):
         """One system per block, one after the other."""
         assert isinstance(state, _BlockState)
         results, systems = [], {}
-        for name, value in _named(state.layer, gradient).items():
+        for name, value in _gradient_by_name(state.layer, gradient).items():
             product = partial(_block_product, {name: state.layer.blocks[name]})
             result, systems[name] = self._solve({name: value}, product, state.damping, state.preconditioner)
             results.append(result)
-        return _block_direction(state.layer, systems, _side_by_side(results))
+        return _block_direction(state.layer, systems, _join_reports(results))
 
     def apply_jointly(
         self, states: Sequence[object], gradients: Sequence[LayerGradient]
@@ -537,7 +537,9 @@ class BlockCG(Solver):
         full, prepared = self.curvature.full_product, [s for s in states if isinstance(s, _BlockState)]
         if full is None:
             return None
-        named = [_named(state.layer, given) for state, given in zip(prepared, gradients, strict=True)]
+        named = [
+            _gradient_by_name(state.layer, given) for state, given in zip(prepared, gradients, strict=True)
+        ]
         by_name = {
             name: state.preconditioner
             for state, given in zip(prepared, named, strict=True)
@@ -548,7 +550,7 @@ class BlockCG(Solver):
         whole = {name: value for given in named for name, value in given.items()}
         result, system = self._solve(whole, full, prepared[0].damping, preconditioner)
         return [
-            _block_direction(state.layer, dict.fromkeys(given, system), _side_by_side([result] * len(given)))
+            _block_direction(state.layer, dict.fromkeys(given, system), _join_reports([result] * len(given)))
             for state, given in zip(prepared, named, strict=True)
         ]
 
@@ -576,7 +578,7 @@ def _block_product(blocks: Mapping[str, Block], vectors: Mapping[str, Tensor]) -
     return {name: block.matmul(vectors[name]) for name, block in blocks.items()}
 
 
-def _named(layer: LayerCurvature, gradient: LayerGradient) -> dict[str, Tensor]:
+def _gradient_by_name(layer: LayerCurvature, gradient: LayerGradient) -> dict[str, Tensor]:
     """The gradient by parameter name, formed."""
     named = {}
     if layer.weight_name is not None and gradient.weight is not None:

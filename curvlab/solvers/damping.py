@@ -110,7 +110,7 @@ class DampingSplit:
     clamped: Tensor
 
     @classmethod
-    def fixed(cls, pi: float, like: Tensor) -> DampingSplit:
+    def from_value(cls, pi: float, like: Tensor) -> DampingSplit:
         """A π that was given, not computed."""
         one = torch.ones((), dtype=like.dtype, device=like.device)
         return cls(pi * one, torch.zeros_like(one, dtype=torch.bool))

@@ -139,9 +139,9 @@ class KFI(Solver):
         """π, from the trace of the input factor in use (None: there is no weight)."""
         output = output_factor(layer)
         if self.pi is not None:
-            return DampingSplit.fixed(self.pi, output.example)
+            return DampingSplit.from_value(self.pi, output.example)
         if trace is None:
-            return DampingSplit.fixed(1.0, output.example)
+            return DampingSplit.from_value(1.0, output.example)
         return split_damping(trace, input_factors(layer).full.size, output.trace(), output.size)
 
     def _system(self, split: DampingSplit, damping: Damping) -> FactoredSystem:
