@@ -27,7 +27,17 @@ from weakref import WeakKeyDictionary
 
 from curvlab.exceptions import SpecError
 
-__all__ = ["FieldText", "Spec", "build", "canonical", "describe", "parse", "split", "unknown"]
+__all__ = [
+    "FieldText",
+    "Spec",
+    "build",
+    "canonical",
+    "check_choices",
+    "describe",
+    "parse",
+    "split",
+    "unknown",
+]
 
 T = TypeVar("T")
 
@@ -35,6 +45,7 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.+-]*", re.ASCII)
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\](),"]', re.DOTALL)
 _OPENS = {"]": "[", ")": "("}
 _KNOWN: WeakKeyDictionary[type, dict[str, Any]] = WeakKeyDictionary()
+_KNOWN_CHOICES: WeakKeyDictionary[type, dict[str, dict[str, Any]]] = WeakKeyDictionary()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,6 +173,29 @@ def build(
         raise SpecError(f"`{Spec(name, dict(fields))}` is refused: {error}") from error
 
 
+def check_choices(instance: object) -> None:
+    """Refuse a dataclass instance with a ``Literal`` or ``Enum`` field that holds none of its choices.
+
+    To be called in ``__post_init__``: text is checked when it is read, values given in Python are not.
+
+    >>> from dataclasses import dataclass
+    >>> @dataclass(frozen=True)
+    ... class Fisher:
+    ...     kind: typing.Literal["empirical", "mc"] = "empirical"
+    ...     def __post_init__(self) -> None:
+    ...         check_choices(self)
+    >>> Fisher(kind="empiric")
+    Traceback (most recent call last):
+    curvlab.exceptions.SpecError: kind='empiric': expected one of empirical, mc; did you mean `empirical`?
+    """
+    for key, choices in _choice_fields(type(instance)).items():
+        value = getattr(instance, key)
+        if value not in choices.values():
+            near = difflib.get_close_matches(str(value), choices, n=1)
+            hint = f"; did you mean `{near[0]}`?" if near else ""
+            raise SpecError(f"{key}={value!r}: expected one of {', '.join(choices)}{hint}")
+
+
 def canonical(name: str, instance: object) -> str:
     """Write the one text of a dataclass instance: all fields, sorted, numbers normalised.
 
@@ -214,6 +248,14 @@ def _annotations(cls: type) -> dict[str, Any]:
     if cls not in _KNOWN:
         _KNOWN[cls] = _read_annotations(cls)
     return _KNOWN[cls]
+
+
+def _choice_fields(cls: type) -> dict[str, dict[str, Any]]:
+    """The choices of each field that has some; kept for the same reason."""
+    if cls not in _KNOWN_CHOICES:
+        found = {key: _choices(hint) for key, hint in _annotations(cls).items()}
+        _KNOWN_CHOICES[cls] = {key: choices for key, choices in found.items() if choices}
+    return _KNOWN_CHOICES[cls]
 
 
 def _read_annotations(cls: type) -> dict[str, Any]:

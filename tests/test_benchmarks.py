@@ -14,7 +14,7 @@ import torch
 
 import curvlab
 from benchmarks import base, errors, plateau, providers, solvers, steps, workload
-from curvlab.measure import timing
+from curvlab.measure import device, timing
 from curvlab.solvers import EACG
 
 MODULES = (errors, providers, solvers, steps)
@@ -50,7 +50,7 @@ def own_networks():
 
 @pytest.fixture
 def no_accelerator(monkeypatch):
-    monkeypatch.setattr("curvlab.measure.device.available", lambda: ["cpu"])
+    monkeypatch.setattr(device, "available", lambda: ["cpu"])
 
 
 @pytest.mark.parametrize("suite", SUITES)

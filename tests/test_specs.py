@@ -320,6 +320,44 @@ def test_an_instance_of_an_unregistered_class_has_no_canonical_text(providers: R
         providers.canonical(Needy("x"))  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True)
+class Checked:
+    kind: Literal["empirical", "mc", "exact"] = "empirical"
+    mode: Mode = Mode.FAST
+
+    def __post_init__(self) -> None:
+        specs.check_choices(self)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"kind": "empiric"},
+            "kind='empiric': expected one of empirical, mc, exact; did you mean",
+        ),
+        ({"kind": 3}, r"kind=3: expected one of empirical, mc, exact$"),
+        ({"mode": "quick"}, "mode='quick': expected one of fast, very-safe"),
+    ],
+)
+def test_a_value_that_is_none_of_its_choices_is_refused_with_them(fields: dict, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        Checked(**fields)
+
+
+def test_the_annotations_of_a_class_are_read_once_for_all_its_instances(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Checked(kind="mc")
+
+    def read_again(cls: type) -> dict:
+        raise AssertionError(f"the annotations of {cls} are read again")
+
+    monkeypatch.setattr(specs.typing, "get_type_hints", read_again)
+    assert Checked(kind="exact", mode=Mode.SAFE).kind == "exact"
+    assert specs.build(Checked, {"kind": "mc"}) == Checked("mc")
+
+
 @pytest.fixture
 def plugin_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Two installed distributions, as importlib.metadata sees them: one sound, one with faults."""

@@ -20,6 +20,7 @@ from torch import nn
 
 from curvlab.exceptions import SpecError, StoreError
 from curvlab.optim import SecondOrder
+from curvlab.studies import curves
 from curvlab.studies.checkpoint import read_checkpoint, write_checkpoint
 from curvlab.studies.setup import Setup
 from curvlab.studies.store import Store
@@ -121,7 +122,7 @@ def test_the_folder_holds_configuration_environment_rows_and_curve(tmp_path):
 
 def test_the_learning_curve_names_the_settings_it_was_run_with(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr("curvlab.studies.curves.save_curves", lambda frames, path: drawn.extend(frames))
+    monkeypatch.setattr(curves, "save_curves", lambda frames, path: drawn.extend(frames))
     train(small("sgd[lr=0.03]", epochs=1), tmp_path)
     assert drawn == ["sgd\nlearning rate 0.03, momentum 0.9"]
 

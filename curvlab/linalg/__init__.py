@@ -8,7 +8,7 @@ from __future__ import annotations
 from curvlab.linalg.blocks import Block, FactorBlock, KroneckerBlock, OperatorBlock
 from curvlab.linalg.factors import DenseFactor, Factor, GramFactor, RankOneFactor
 from curvlab.linalg.poseig import poseig, poseig_diagonal
-from curvlab.linalg.product import Combination, Matrix, RowProduct
+from curvlab.linalg.steps import Combination, Matrix, RowProduct, Step, TensorStep
 from curvlab.linalg.symmetric import congruence, gram
 
 __all__ = [
@@ -23,6 +23,8 @@ __all__ = [
     "OperatorBlock",
     "RankOneFactor",
     "RowProduct",
+    "Step",
+    "TensorStep",
     "congruence",
     "gram",
     "poseig",

@@ -240,7 +240,7 @@ class SecondOrder(torch.optim.Optimizer):
                 yield Change(
                     name,
                     p,
-                    solution.direction.factored(name),
+                    solution.direction.step(name),
                     float(group["lr"]),
                     scale,
                     buffer if momentum else None,
