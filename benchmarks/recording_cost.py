@@ -47,7 +47,7 @@ def times(threads: int, rounds: int) -> None:
     problem = curvlab.Problem(model, "cross-entropy", x, y)
     functions: dict[str, Callable[[], object]] = {"plain": plain_pass(model, x, y)}
     for name in LIMITS:
-        functions[name] = lambda name=name: curvlab.estimate(name, problem.on(x, y))
+        functions[name] = lambda name=name: curvlab.estimate(name, problem.with_data(x, y))
     timings = interleaved(functions, rounds, warmup=2)
     print(f"3072-…-10, batch 500, {threads} threads: plain pass {timings['plain'].median * 1e3:.1f} ms")
     for name, limit in LIMITS.items():

@@ -83,7 +83,7 @@ def problem_of(case: Case) -> Problem:
 def afresh(problem: Problem) -> Problem:
     """The same problem with nothing recorded."""
     batch = next(problem.batches())
-    return problem.on(batch.inputs, batch.targets)
+    return problem.with_data(batch.inputs, batch.targets)
 
 
 def cold(curvature: Curvature, gradient: Gradient) -> tuple[Curvature, Gradient]:

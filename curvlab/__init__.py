@@ -17,6 +17,7 @@ from curvlab.problem import Problem
 from curvlab.providers import estimate
 from curvlab.solvers import Additive, Mixed, Solution, Status, solve
 from curvlab.studies import bounds, errors
+from curvlab.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from curvlab import optim
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from curvlab.studies.comparison import Comparison
     from curvlab.studies.folder import load_comparison
     from curvlab.studies.plan import plan
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Additive",

@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from curvlab.curvature_io import Packed, load_packed, save_packed
 from curvlab.exceptions import ArgumentError, MatrixFreeError, StaleError, describe_argument
 from curvlab.linalg import Block, Factor, FactorBlock, KroneckerBlock
 from curvlab.linalg.blocks import DENSE_BYTES, check_dense_bytes, dense_from
 from curvlab.linalg.flat import flatten, unflatten
 from curvlab.linalg.inputs import InputFactors
 from curvlab.linalg.norms import frobenius_norm
-from curvlab.staleness import Versions
+from curvlab.staleness import Versions, change_message
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -132,7 +133,7 @@ class Curvature:
 
     @property
     def blocks(self) -> dict[str, Block]:
-        """The blocks by parameter name, layer by layer; says so if the parameters have changed since."""
+        """The blocks by parameter name, layer by layer; a warning tells where the parameters have changed."""
         self.check_fresh()
         return self._blocks
 
@@ -167,19 +168,20 @@ class Curvature:
         return sum(held.values())
 
     def check_fresh(self) -> None:
-        """Say so if the parameters or the batch have changed since the curvature was computed.
+        """Warn or raise if the parameters or the batch have changed since the curvature was computed.
 
-        A Kronecker curvature is then that of the old parameters, which a warning says; a matrix-free one, or
-        one whose batch was overwritten, is neither the old nor the new: a `StaleError`.
+        A Kronecker curvature is then that of the old parameters: a `StaleWarning`. A matrix-free one, or one
+        whose batch was overwritten, is neither the old nor the new: a `StaleError`.
         """
         changed = self.versions.changed() if self.versions is not None else []
         if not changed:
             return
-        names = f"{', '.join(changed[:4])}{' and others' if len(changed) > 4 else ''}"
-        what = f"{names} changed since `{self.provider}` was estimated"
+        since = f"`{self.provider}` was estimated"
         if self.live or "the inputs" in changed:
-            raise StaleError(f"{what}, and its blocks read them: call estimate() again")
-        warnings.warn(f"{what}: its blocks are those of the old parameters", StaleWarning, stacklevel=4)
+            again = "and its blocks read them: call estimate() again"
+            raise StaleError(change_message(changed, since, again))
+        old = "and its blocks are those of the old parameters"
+        warnings.warn(change_message(changed, since, old), StaleWarning, stacklevel=4)
 
     def __matmul__(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if not isinstance(vectors, Mapping):
@@ -212,9 +214,17 @@ class Curvature:
 
     def to_scipy(self) -> LinearOperator:
         """A scipy LinearOperator on the flattened and joined parameters."""
-        from curvlab.curvature_io import to_scipy
+        import numpy as np
+        from scipy.sparse.linalg import LinearOperator
 
-        return to_scipy(self)
+        example = next(iter(self.blocks.values())).example
+
+        def matvec(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+            vector = torch.as_tensor(np.asarray(x).reshape(-1), dtype=example.dtype, device=example.device)
+            return self.flat_product(vector).numpy(force=True)
+
+        dtype = np.dtype("float64" if example.dtype == torch.float64 else "float32")
+        return LinearOperator((self.numel, self.numel), matvec=matvec, rmatvec=matvec, dtype=dtype)
 
     def trace(self) -> Tensor:
         """tr C."""
@@ -241,16 +251,64 @@ class Curvature:
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the curvature to a safetensors file: tensors and a JSON header, no pickle."""
-        from curvlab.curvature_io import save
-
-        save(self, path)
+        if self.matrix_free:
+            raise MatrixFreeError(
+                f"`{self.provider}` is matrix-free: its products read the model and the batch, so there is "
+                f"no matrix to save. Save the model and the batch instead"
+            )
+        save_packed(self.pack(), path)
 
     @staticmethod
     def load(path: str | PathLike[str]) -> Curvature:
         """Read a curvature that `save` wrote."""
-        from curvlab.curvature_io import load
+        return Curvature.unpack(load_packed(path))
 
-        return load(path)
+    def pack(self) -> Packed:
+        """The parts of a curvature whose layers all have factors."""
+        tensors: dict[str, Tensor] = {}
+        layers = []
+        for index, layer in enumerate(self.layers):
+            assert layer.output is not None
+            row: dict[str, Any] = {"name": layer.name, "weight": layer.weight_name, "bias": layer.bias_name}
+            row["output"] = layer.output.kind
+            tensors |= {f"{index}/output/{key}": t for key, t in layer.output.tensors().items()}
+            if layer.inputs is not None:
+                row["input"] = layer.inputs.full.kind
+                tensors |= {f"{index}/input/{key}": t for key, t in layer.inputs.tensors().items()}
+            layers.append(row)
+        header = {
+            "provider": self.provider,
+            "criterion": self.criterion,
+            "psd": self.definiteness.psd,
+            "why": self.definiteness.why,
+            "exact": self.exact,
+            "notes": list(self.notes),
+            "layers": layers,
+        }
+        return Packed(header, tensors)
+
+    @staticmethod
+    def unpack(packed: Packed) -> Curvature:
+        """The curvature that `pack` took apart."""
+        header = packed.header
+        layers = tuple(
+            LayerCurvature(
+                row["name"],
+                row["weight"],
+                row["bias"],
+                packed.factor(index, row["output"]),
+                packed.input_factors(index, row["input"]) if "input" in row else None,
+            )
+            for index, row in enumerate(header["layers"])
+        )
+        return Curvature(
+            header["provider"],
+            header["criterion"],
+            layers,
+            Definiteness(header["psd"], header["why"]),
+            header["exact"],
+            tuple(header["notes"]),
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """What pickles and deep copies hold: the factors, and no versions of the tensors they are from."""

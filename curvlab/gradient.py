@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,15 @@ from torch import Tensor
 from curvlab.linalg import GramFactor
 from curvlab.model.recording import LayerRecord, Recording
 
-__all__ = ["Gradient", "GradientMean", "LazyTensors", "RowGradient", "gradient_of", "mean_gradient"]
+__all__ = [
+    "Gradient",
+    "GradientMean",
+    "LazyTensors",
+    "RowFactor",
+    "RowGradient",
+    "gradient_of",
+    "mean_gradient",
+]
 
 
 class Shaped(Protocol):
@@ -62,6 +70,9 @@ class LazyTensors(Mapping[str, Tensor], Generic[E]):
     def __repr__(self) -> str:
         shapes = ", ".join(f"{name}: {tuple(entry.shape)}" for name, entry in self._entries.items())
         return f"{type(self).__name__}({shapes})"
+
+
+RowFactor = Literal["gradients", "inputs"]
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,8 @@ held whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -19,18 +20,24 @@ from torch import Tensor, nn
 
 from curvlab.criteria import Criterion
 from curvlab.criteria.registry import criterion_named
+from curvlab.distributed.communicator import Communicator, communicator_of
+from curvlab.distributed.statistics import (
+    Accumulator,
+    JoinedStatistics,
+    LocalMeans,
+    Statistic,
+    join_statistics,
+)
 from curvlab.exceptions import NoRowsError, ProblemError, StaleError
-from curvlab.gradient import Gradient, gradient_of, mean_gradient
+from curvlab.gradient import Gradient, GradientMean, gradient_of, mean_gradient
 from curvlab.model.graph import Network
-from curvlab.model.recording import Recording, Weightless, call, record, row_weights
+from curvlab.model.recording import AllWeightsZeroError, Recording, call, criterion_weights, record
 from curvlab.staleness import Fingerprint, Versions
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from curvlab.distributed.joint import Joint
-
-__all__ = ["Batch", "Nothing", "Problem", "Single", "Stream", "checked", "source"]
+__all__ = ["Batch", "EmptySource", "Problem", "Single", "Stream", "checked", "source"]
 
 DTYPES = (torch.float32, torch.float64)
 
@@ -108,8 +115,8 @@ class Stream:
 
 
 @dataclass(frozen=True, eq=False)
-class Nothing:
-    """No rows at all: the part of a rank that has none."""
+class EmptySource:
+    """No rows at all: what a rank of a process group has that got none."""
 
     def __str__(self) -> str:
         return "no rows"
@@ -233,7 +240,7 @@ class Problem:
         self.criterion = criterion_named(criterion)
         self._bind(inputs, targets)
 
-    def on(self, inputs: Tensor | Iterable[Any], targets: Tensor | None = None) -> Problem:
+    def with_data(self, inputs: Tensor | Iterable[Any], targets: Tensor | None = None) -> Problem:
         """The same model and criterion on other data, without analysing the model again."""
         other = object.__new__(Problem)
         other.network, other.criterion = self.network, self.criterion
@@ -241,17 +248,32 @@ class Problem:
         other._bind(inputs, targets)
         return other
 
-    def without_rows(self) -> Problem:
-        """The same model and criterion on no rows: what a rank of a process group has that has none."""
-        other = self.on([])
-        other._source = Nothing()
+    def empty_like(self) -> Problem:
+        """The same model and criterion on no rows: what a rank of a process group has that got none."""
+        other = self.with_data([])
+        other._source = EmptySource()
         return other
 
+    def on(self, inputs: Tensor | Iterable[Any], targets: Tensor | None = None) -> Problem:
+        """The old name of `with_data`, for one release."""
+        _warn_renamed("on", "with_data")
+        return self.with_data(inputs, targets)
+
+    def without_rows(self) -> Problem:
+        """The old name of `empty_like`, for one release."""
+        _warn_renamed("without_rows", "empty_like")
+        return self.empty_like()
+
+    @property
+    def joint(self) -> JoinedStatistics | None:
+        """The old name of what `join` last returned, for one release."""
+        _warn_renamed("joint", "join")
+        return self._joined
+
     def _bind(self, inputs: Tensor | Iterable[Any], targets: Tensor | None) -> None:
-        self._source: Single | Stream | Nothing = source(inputs, targets)
+        self._source: Single | Stream | EmptySource = source(inputs, targets)
         self._recording: tuple[Versions, Recording] | None = None
-        # What the ranks of a process group know of their rows together.
-        self.joint: Joint | None = None
+        self._joined: JoinedStatistics | None = None
         if isinstance(self._source, Single):
             self._source = Single(self._checked(self._source.batch, "the batch"))
 
@@ -295,14 +317,14 @@ class Problem:
         if not self.streamed:
             yield self.recording()
             return
-        first_row, counted = 0, isinstance(self._source, Nothing)
+        first_row, counted = 0, isinstance(self._source, EmptySource)
         for batch in self.batches():
-            with suppress(Weightless):
+            with suppress(AllWeightsZeroError):
                 yield record(self.network, self.criterion, batch.inputs, batch.targets, first_row)
                 counted = True
             first_row += len(batch.inputs)
         if not counted:
-            raise Weightless
+            raise AllWeightsZeroError
 
     def recording(self) -> Recording:
         """The recording of a single batch."""
@@ -323,12 +345,12 @@ class Problem:
         for batch in self.batches():
             logits = call(self.model, batch.inputs).detach()
             self.criterion.check(logits, batch.targets)
-            with suppress(Weightless):
-                weights.append(row_weights(self.criterion, logits, batch.targets).sum())
+            with suppress(AllWeightsZeroError):
+                weights.append(criterion_weights(self.criterion, logits, batch.targets).sum())
         if not weights:
-            if isinstance(self._source, Nothing):
+            if isinstance(self._source, EmptySource):
                 return self.network.layers[0].weight.new_zeros(())
-            raise Weightless
+            raise AllWeightsZeroError
         return torch.stack(weights).sum()
 
     def gradient(self, *, process_group: ProcessGroup | None = None) -> Gradient:
@@ -337,24 +359,68 @@ class Problem:
         With a `process_group` E is over the rows of all its ranks, each of which must make this call.
         """
         if process_group is not None:
-            from curvlab.distributed.joint import joined
-
-            return joined(self, process_group, gradient=True).gradient
+            return self.join(communicator_of(process_group), gradient=True).gradient
         return mean_gradient(self.recordings()) if self.streamed else gradient_of(self.recording())
 
     def loss(self, *, process_group: ProcessGroup | None = None) -> Tensor:
         """E[ξ], as torch's mean-reduced loss gives it; with a `process_group` over the rows of all ranks."""
         if process_group is not None:
-            from curvlab.distributed.joint import joined
-
-            return joined(self, process_group, loss=True).loss
+            return self.join(communicator_of(process_group), loss=True).loss
         means = [(recording.loss, recording.total_weight) for recording in self.recordings()]
-        losses, weights = (torch.stack(column) for column in zip(*means, strict=True))
-        return losses @ (weights / weights.sum())
+        return _mean_loss(*zip(*means, strict=True))
+
+    def local_means(
+        self, statistics: Accumulator | None = None, *, gradient: bool = False, loss: bool = False
+    ) -> LocalMeans:
+        """Means over the rows of this process, with Σ c_i, from one pass; `NoRowsError` if no row counts."""
+        if statistics is None and not gradient and not loss:
+            # A model that cannot be recorded, which `hessian` alone accepts, still has a weight.
+            return LocalMeans(float(self.total_weight()), {})
+        gradients = GradientMean()
+        weights: list[Tensor] = []
+        losses: list[Tensor] = []
+        for recording in self.recordings():
+            if statistics is not None:
+                statistics.add(recording)
+            if gradient and self.streamed:
+                gradients.add(recording)
+            if loss:
+                losses.append(recording.loss)
+            weights.append(recording.total_weight)
+        if not weights:
+            raise NoRowsError("no row of this process counts")
+        found: Gradient | None = None
+        if gradient:
+            found = gradients.value() if self.streamed else gradient_of(self.recording())
+        return LocalMeans(
+            sum(float(weight) for weight in weights),
+            {} if statistics is None else statistics.values(),
+            found,
+            _mean_loss(losses, weights) if loss else None,
+        )
+
+    def join(
+        self,
+        communicator: Communicator,
+        statistics: Sequence[Statistic] = (),
+        accumulator: Callable[[Sequence[Any], int], Accumulator] | None = None,
+        *,
+        gradient: bool = False,
+        loss: bool = False,
+    ) -> JoinedStatistics:
+        """Means over the rows of all ranks, each of which must make this call with a problem of its own rows.
+
+        What was joined is kept with the problem, so that a later call joins only what is lacking, while no
+        rank's data change. See `curvlab.distributed.statistics.join_statistics`.
+        """
+        self._joined = join_statistics(
+            self, communicator, self._joined, statistics, accumulator, gradient=gradient, loss=loss
+        )
+        return self._joined
 
     def __getstate__(self) -> dict[str, Any]:
         """What pickles and copies hold: the model, the criterion and the data, which are recorded again."""
-        return {**self.__dict__, "_recording": None, "joint": None}
+        return {**self.__dict__, "_recording": None, "_joined": None}
 
     def __repr__(self) -> str:
         chain = self.network.chain
@@ -364,3 +430,17 @@ class Problem:
             "-".join(map(str, widths)) if chain is not None else f"{len(layers)} Linear layers, no chain"
         )
         return f"Problem({structure}, criterion={self.criterion.name}, {self._source})"
+
+
+def _mean_loss(losses: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """E[ξ] from the loss and the weight of each batch."""
+    weight = torch.stack(list(weights))
+    return torch.stack(list(losses)) @ (weight / weight.sum())
+
+
+def _warn_renamed(old: str, new: str) -> None:
+    warnings.warn(
+        f"Problem.{old} is now called Problem.{new}; the old name will be gone in the next release",
+        DeprecationWarning,
+        stacklevel=3,
+    )

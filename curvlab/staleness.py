@@ -15,7 +15,7 @@ changed places, as a random flip or crop does to an image.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +24,9 @@ from torch import Tensor
 from curvlab.exceptions import StaleError
 from curvlab.measure import device
 
-__all__ = ["Fingerprint", "Stamp", "Versions", "logical_shift", "mix"]
+__all__ = ["Fingerprint", "Stamp", "Versions", "change_message", "logical_shift", "mix"]
+
+NAMES_SHOWN = 4
 
 
 @dataclass(frozen=True)
@@ -75,9 +77,9 @@ class Versions:
         So what is stale already cannot be copied: the copy would not know.
         """
         if changed := self.changed():
+            consequence = "so a copy or pickle would be of something else. Copy before the change"
             raise StaleError(
-                f"{', '.join(changed)}: what these refer to was changed in place, so a copy or pickle would "
-                f"be of something else. Copy before the change, or compute again"
+                change_message(changed, "they were read", f"{consequence}, or compute again", in_place=True)
             )
         return Versions, ((),)
 
@@ -96,6 +98,18 @@ class Versions:
             for name, ref, stamp in self.entries
             if ref() is not tensors.get(name) or Stamp.of(tensors[name]) != stamp
         ]
+
+
+def change_message(changed: Sequence[str], since: str, consequence: str, *, in_place: bool = False) -> str:
+    """The sentence on what has changed, since when, and what follows from it.
+
+    >>> change_message(["0.weight", "0.bias"], "`pch-1` was estimated", "so call estimate() again")
+    '0.weight, 0.bias changed since `pch-1` was estimated, so call estimate() again'
+    >>> change_message(["the batch"], "the solve", "so solve again", in_place=True)
+    'the batch changed in place since the solve, so solve again'
+    """
+    names = ", ".join(changed[:NAMES_SHOWN]) + (" and others" if len(changed) > NAMES_SHOWN else "")
+    return f"{names} changed{' in place' if in_place else ''} since {since}, {consequence}"
 
 
 KEYED_ENTRIES = 512

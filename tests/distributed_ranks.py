@@ -21,12 +21,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import curvlab
-from curvlab.distributed import shard, sharing
-from curvlab.distributed.estimate import estimate_jointly
-from curvlab.distributed.group import Group
+from curvlab.distributed import shard
+from curvlab.distributed import solve as sharing
+from curvlab.distributed.communicator import ProcessGroupCommunicator, communicator_of
 from curvlab.exceptions import CurvlabError
 from curvlab.optim import SecondOrder
-from curvlab.providers.estimate import Chosen
+from curvlab.providers.estimate import Chosen, estimate_jointly
 
 ROWS = 11
 # Of 11 rows, where rank 0 ends: uneven, and nothing for one of the two.
@@ -142,7 +142,8 @@ def shared_solves(group: Any) -> Results:
     sharing.FLOPS_PER_BYTE, sharing.LATENCY = 0.0, 0.0
     for provider in ("fisher", "pch-1"):
         curvature = curvlab.estimate(provider, problem, process_group=group)
-        found["owners"] = sharing.owners(curvlab.solvers.KFI(), curvature, group.size())
+        costs = [sharing.layer_cost(layer, "full") for layer in curvature.layers]
+        found["owners"] = sharing.choose_owners(costs, group.size())
         for solver in SOLVERS:
             found[provider, solver] = solve((provider, solver), curvature, gradient, process_group=group)
     return found
@@ -179,24 +180,24 @@ def graphs_and_streams(group: Any) -> Results:
 def traffic(group: Any) -> Results:
     """Elements that the exchange sends for PCH with the gradient, of 10 rows over all ranks."""
     counted = {"gathered": 0, "reduced": 0}
-    gather, sums = Group.rows, Group.sums
+    gather, sums = ProcessGroupCommunicator.gather_rows, ProcessGroupCommunicator.sums
 
-    def counted_rows(self: Group, tensor: Tensor, counts: Any) -> Tensor:
+    def counted_rows(self: ProcessGroupCommunicator, tensor: Tensor, counts: Any) -> Tensor:
         joined = gather(self, tensor, counts)
         counted["gathered"] += joined.numel()
         return joined
 
-    def counted_sums(self: Group, tensors: Any) -> list[Tensor]:
+    def counted_sums(self: ProcessGroupCommunicator, tensors: Any) -> list[Tensor]:
         counted["reduced"] += sum(tensor.numel() for tensor in tensors)
         return sums(self, tensors)
 
     inputs, targets = batch(10)
     problem = curvlab.Problem(chain(), "cross-entropy", *part(shard(10, group.rank(), 2), inputs, targets))
-    Group.rows, Group.sums = counted_rows, counted_sums
+    ProcessGroupCommunicator.gather_rows, ProcessGroupCommunicator.sums = counted_rows, counted_sums
     try:
-        estimate_jointly(Chosen.of(["pch-1"], problem), problem, group, gradient=True)
+        estimate_jointly(Chosen.of(["pch-1"], problem), problem, communicator_of(group), gradient=True)
     finally:
-        Group.rows, Group.sums = gather, sums
+        ProcessGroupCommunicator.gather_rows, ProcessGroupCommunicator.sums = gather, sums
     return counted
 
 

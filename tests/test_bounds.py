@@ -10,7 +10,7 @@ from torch.func import hessian
 import curvlab
 from curvlab.exceptions import ProblemError
 from curvlab.problem import Problem
-from curvlab.providers import hessian_recursion
+from curvlab.providers import hessian as hessian_provider
 
 LIPSCHITZ = {nn.Sigmoid: 0.25, nn.Tanh: 1.0, nn.ReLU: 1.0, nn.Softplus: 1.0}
 
@@ -87,7 +87,7 @@ def test_chunks_and_streams_merge_to_the_moments_of_the_batch(monkeypatch: pytes
     classes = torch.tensor([1.0, 0.0, 2.5], dtype=torch.float64)
     criterion = nn.CrossEntropyLoss(classes)
     whole = curvlab.bounds(Problem(model, criterion, x, y))
-    monkeypatch.setattr(hessian_recursion, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(hessian_provider, "CHUNK_BYTES", 1)
     chunked = curvlab.bounds(Problem(model, criterion, x, y))
     streamed = curvlab.bounds(Problem(model, criterion, [(x[:2], y[:2]), (x[2:], y[2:])]))
     for frame in (chunked, streamed):

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from curvlab.distributed import cluster as cluster_module
 from curvlab.exceptions import ExecutorError, SpecError
+from curvlab.studies import dask_executor
 from curvlab.studies.compare import Progress, compare
 from curvlab.studies.executor import place_of
 from curvlab.studies.setup import Setup
@@ -167,7 +167,7 @@ def test_a_killed_worker_and_a_lost_scheduler_cost_no_row_and_double_none(
 
 
 def test_a_scheduler_that_is_not_there_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster_module, "CONNECT_SECONDS", 0.2)
+    monkeypatch.setattr(dask_executor, "CONNECT_SECONDS", 0.2)
     with pytest.raises(ExecutorError, match=r"no Dask scheduler answers at tcp://127\.0\.0\.1:9"):
         place_of("dask[address=tcp://127.0.0.1:9]").start()
     with pytest.raises(SpecError, match="needs the address of a scheduler"):

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from curvlab.data import dataset
-from curvlab.distributed.shards import rank_batches, shard
+from curvlab.distributed.launch import rank_batches, shard
 from curvlab.studies.checkpoint import read_checkpoint
 from curvlab.studies.setup import Setup
 from curvlab.studies.train import TrainPlan, train

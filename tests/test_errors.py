@@ -147,7 +147,7 @@ def test_weight_errors_count_class_weights() -> None:
 def test_weight_errors_agree_with_the_pair_sum_of_the_exact_hessian() -> None:
     problem = Problem(mlp(), "robust", *batch(9))
     curvature = curvlab.estimate("fisher", problem)
-    from curvlab.providers.hessian_chain import ChainHessian
+    from curvlab.providers.hessian import ChainHessian
 
     exact = ChainHessian(problem)
     frame = curvlab.errors(problem, "fisher", weights=True)

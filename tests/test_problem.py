@@ -184,7 +184,7 @@ def test_a_changed_parameter_or_batch_is_recorded_anew(change: str) -> None:
 def test_the_same_problem_on_other_data_analyses_the_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
     given = problem()
     monkeypatch.setattr(curvlab.model.graph.Network, "of", None)
-    other = given.on(X[:2], Y[:2])
+    other = given.with_data(X[:2], Y[:2])
     assert other.network is given.network
     assert "2 examples" in repr(other)
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 import curvlab
-from curvlab.providers.draws import uniforms
+from curvlab.providers.statistics import uniforms
 from tests.cases import ACTIVATIONS, LOSSES, Case, cases
 from tests.reference import Blocks, Reference
 

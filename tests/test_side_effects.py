@@ -170,7 +170,7 @@ def test_a_raising_forward_leaves_no_hook(kind: str) -> None:
     model, inputs, targets = setting(kind)
     problem = curvlab.Problem(model, "cross-entropy", inputs, targets)
     with no_trace(model, inputs, targets), pytest.raises((RuntimeError, CurvlabError)):
-        curvlab.estimate("fisher", problem.on(inputs[:, :3].contiguous(), targets))
+        curvlab.estimate("fisher", problem.with_data(inputs[:, :3].contiguous(), targets))
 
 
 @pytest.mark.parametrize("kind", ["chain", "functional", "residual"])

@@ -72,7 +72,7 @@ def zero_weight_rows(dtype: torch.dtype, widths: tuple[int, ...], examples: int)
     weighted = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 0.0, 2.0], dtype=dtype))
     p = problem(widths, examples, dtype, weighted)
     targets = torch.arange(examples) % 3
-    return p.on(next(iter(p.batches())).inputs, targets)
+    return p.with_data(next(iter(p.batches())).inputs, targets)
 
 
 CASES = {

@@ -100,7 +100,7 @@ def other_batch(size: dict[str, Any]) -> tuple[curvlab.Problem, curvlab.Problem]
     p = problem(**size)
     generator = torch.Generator().manual_seed(9)
     x = torch.randn(7, size["widths"][0], dtype=torch.float64, generator=generator) - 0.2
-    return p, p.on(x, torch.arange(7) % size["widths"][-1])
+    return p, p.with_data(x, torch.arange(7) % size["widths"][-1])
 
 
 @pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])

@@ -21,7 +21,7 @@ def step(provider: str, solver: str) -> list[Allocation]:
     problem = curvlab.Problem(model, "cross-entropy", x, y)
     before = model[0].weight.detach().clone()
     with track(record=True) as tracker:
-        now = problem.on(x, y)
+        now = problem.with_data(x, y)
         gradient = now.gradient()
         curvature = curvlab.estimate(provider, now)
         solution = curvlab.solve(solver, curvature, gradient, alpha=0.05)

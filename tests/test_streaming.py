@@ -16,7 +16,7 @@ import curvlab
 from curvlab.exceptions import ProblemError, StaleError
 from curvlab.linalg import DenseFactor, GramFactor
 from curvlab.measure.memory import track
-from curvlab.providers import accumulate
+from curvlab.providers import statistics
 from tests.cases import LOSSES, Case
 
 PROVIDERS = [
@@ -38,7 +38,7 @@ def tensors(problem: curvlab.Problem) -> tuple[Tensor, Tensor]:
 
 def split(problem: curvlab.Problem, sizes: list[int]) -> curvlab.Problem:
     inputs, targets = tensors(problem)
-    return problem.on(list(zip(inputs.split(sizes), targets.split(sizes), strict=True)))
+    return problem.with_data(list(zip(inputs.split(sizes), targets.split(sizes), strict=True)))
 
 
 def assert_same(one: curvlab.Curvature, other: curvlab.Curvature, tolerance: float = 1e-12) -> None:
@@ -105,10 +105,12 @@ def test_the_input_factor_keeps_rows_until_the_dense_form_is_smaller(width: int,
 
 def test_rows_of_a_wide_layer_are_refused_beyond_the_byte_guard(monkeypatch: pytest.MonkeyPatch) -> None:
     problem, _ = Case(widths=(50, 3, 2), examples=9).build()
-    monkeypatch.setattr(accumulate, "ROW_BYTES", 6 * 50 * 8)
+    monkeypatch.setattr(statistics, "ROW_BYTES", 6 * 50 * 8)
     curvlab.estimate(
         "pch-1",
-        split(problem, [3, 3, 3]).on(list(zip(*(t.split(3) for t in _first(problem, 6)), strict=True))),
+        split(problem, [3, 3, 3]).with_data(
+            list(zip(*(t.split(3) for t in _first(problem, 6)), strict=True))
+        ),
     )
     with pytest.raises(ProblemError, match=r"50 inputs has seen 9 rows.*leave the layer out"):
         curvlab.estimate("pch-1", split(problem, [3, 3, 3]))
@@ -160,7 +162,7 @@ def test_one_pass_serves_a_list_of_providers() -> None:
     problem, _ = Case().build()
     inputs, targets = tensors(problem)
     data = Counting(list(zip(inputs.split(2), targets.split(2), strict=True)))
-    stream = problem.on(data)
+    stream = problem.with_data(data)
     assert data.passes == 0
     curvlab.estimate(PROVIDERS, stream)
     assert data.passes == 1
@@ -169,7 +171,7 @@ def test_one_pass_serves_a_list_of_providers() -> None:
 def test_a_one_shot_generator_is_refused() -> None:
     problem, _ = Case().build()
     with pytest.raises(ProblemError, match=r"one-shot generator.*several passes.*DataLoader"):
-        problem.on(pair for pair in [tensors(problem)])
+        problem.with_data(pair for pair in [tensors(problem)])
 
 
 def test_an_iterable_over_one_generator_is_noticed_in_its_second_pass() -> None:
@@ -180,7 +182,7 @@ def test_an_iterable_over_one_generator_is_noticed_in_its_second_pass() -> None:
         def __iter__(self) -> Iterator[Any]:
             return generator
 
-    stream = problem.on(Once())
+    stream = problem.with_data(Once())
     stream.gradient()
     with pytest.raises(ProblemError, match="no batch"):
         stream.gradient()
@@ -189,7 +191,7 @@ def test_an_iterable_over_one_generator_is_noticed_in_its_second_pass() -> None:
 def test_a_shuffled_loader_of_the_same_examples_is_accepted() -> None:
     problem, _ = Case(examples=9).build()
     data = TensorDataset(*tensors(problem))
-    stream = problem.on(DataLoader(data, batch_size=4, shuffle=True))
+    stream = problem.with_data(DataLoader(data, batch_size=4, shuffle=True))
     hessian = curvlab.estimate("hessian", stream)
     expected = curvlab.estimate("hessian", problem)
     assert_same(expected, hessian, 1e-11)
@@ -224,7 +226,7 @@ def test_a_loader_that_changes_between_passes_is_detected(kind: str) -> None:
             pair = (inputs, targets) if self.passes == 1 else _changed(kind, inputs, targets)
             return zip(*(t.split(3) for t in pair), strict=True)
 
-    stream = problem.on(Changing())
+    stream = problem.with_data(Changing())
     stream.gradient()
     with pytest.raises(StaleError, match="changed between two passes"):
         stream.gradient()
@@ -241,8 +243,8 @@ def test_a_loader_that_refills_one_buffer_is_detected() -> None:
                 yield buffer.copy_(x), y
 
     with pytest.raises(StaleError, match="new tensor for every batch"):
-        curvlab.estimate("fisher", problem.on(Refilling()))
-    gradient, expected = problem.on(Refilling()).gradient(), problem.gradient()
+        curvlab.estimate("fisher", problem.with_data(Refilling()))
+    gradient, expected = problem.with_data(Refilling()).gradient(), problem.gradient()
     torch.testing.assert_close(gradient["0.weight"], expected["0.weight"])
 
 
@@ -250,6 +252,9 @@ def test_data_of_which_no_example_counts_are_refused() -> None:
     problem, _ = Case(loss="ignored", examples=6).build()
     inputs, targets = tensors(problem)
     ignored = torch.full_like(targets, -1)
-    for data in (problem.on(inputs, ignored), problem.on([(inputs, ignored), (inputs, ignored)])):
+    for data in (
+        problem.with_data(inputs, ignored),
+        problem.with_data([(inputs, ignored), (inputs, ignored)]),
+    ):
         with pytest.raises(ProblemError, match="weight 0"):
             data.gradient()

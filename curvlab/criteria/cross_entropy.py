@@ -9,6 +9,10 @@ What q and c_i are, so that Σ c_i ξ_i / Σ c_i is torch's mean (w class weight
 - class indices: c_i = w_{y_i}, q_i = (1-ε) e_{y_i} + (ε/K) w / w_{y_i}, as torch weights the smoothed
   part of every class by its own weight but divides by Σ w_{y_i} alone;
 - soft targets t: c_i = 1, q_i = w ⊙ ((1-ε) t_i + ε/K), as torch divides by the number of examples.
+
+The covariance diag(p) - p pᵀ of probabilities is a graph Laplacian: its rows sum to zero and its off-diagonal
+entries are -p_j p_k. Taking the diagonal from the rows, not from p_j - p_j², keeps relative accuracy where
+p_j is close to one.
 """
 
 from __future__ import annotations
@@ -21,11 +25,58 @@ from torch import Tensor
 
 from curvlab.criteria.base import Criterion
 from curvlab.criteria.checks import as_weights, check_labels, check_logits, check_real_targets
-from curvlab.criteria.softmax import covariance_products, covariances, draw, one_hot, weighted_covariance
 from curvlab.exceptions import ProblemError
 from curvlab.measure.device import readable
 
-__all__ = ["CrossEntropy"]
+__all__ = ["CrossEntropy", "covariance_products", "covariances", "draw", "one_hot", "weighted_covariance"]
+
+
+def one_hot(labels: Tensor, logits: Tensor) -> Tensor:
+    """Rows e_{y_i} in the logits' dtype; unlike torch's one_hot it never reads values back."""
+    rows = torch.zeros(labels.shape[0], logits.shape[-1], dtype=logits.dtype, device=logits.device)
+    return rows.scatter_(1, labels.long()[:, None], 1.0)
+
+
+def covariance_products(probabilities: Tensor, vectors: Tensor) -> Tensor:
+    """(diag(p) - p pᵀ) v for each row."""
+    return probabilities * (vectors - (probabilities * vectors).sum(-1, keepdim=True))
+
+
+def covariances(probabilities: Tensor) -> Tensor:
+    """diag(p_i) - p_i p_iᵀ for each row, (m, K, K)."""
+    return _laplacian(probabilities[:, :, None] * probabilities[:, None, :])
+
+
+def weighted_covariance(probabilities: Tensor, weights: Tensor) -> Tensor:
+    """Σ_i weights_i (diag(p_i) - p_i p_iᵀ), (K, K).
+
+    >>> weighted_covariance(torch.tensor([[0.5, 0.5]]), torch.tensor([4.0]))
+    tensor([[ 1., -1.],
+            [-1.,  1.]])
+    """
+    products = (probabilities * weights[:, None]).T @ probabilities
+    return _laplacian((products + products.T) / 2)
+
+
+def draw(probabilities: Tensor, uniforms: Tensor) -> Tensor:
+    """Class indices by inverse cumulative distribution from one uniform number a row.
+
+    >>> draw(torch.tensor([[0.2, 0.0, 0.8]]).expand(3, 3), torch.tensor([0.1, 0.3, 0.9]))
+    tensor([0, 2, 2])
+    """
+    cumulative = probabilities.cumsum(-1)
+    # The sum may miss one by rounding: scaled by it, no number points past the last class.
+    positions = uniforms[:, None].to(cumulative.dtype) * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, positions).squeeze(-1)
+
+
+def _laplacian(weights: Tensor) -> Tensor:
+    """The matrix with off-diagonal entries -weights and rows that sum to zero."""
+    matrix = -weights
+    diagonal = matrix.diagonal(dim1=-2, dim2=-1)
+    diagonal.zero_()
+    diagonal.copy_(-matrix.sum(-1))
+    return matrix
 
 
 @dataclass(frozen=True)

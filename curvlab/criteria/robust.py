@@ -19,7 +19,7 @@ from torch import Tensor
 
 from curvlab.criteria.base import Criterion
 from curvlab.criteria.checks import check_labels, check_logits, check_positive
-from curvlab.criteria.softmax import covariance_products, draw, one_hot, weighted_covariance
+from curvlab.criteria.cross_entropy import covariance_products, draw, one_hot, weighted_covariance
 from curvlab.exceptions import SpecError
 
 __all__ = ["Robust"]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from curvlab.curvature import Curvature, LayerCurvature
-from curvlab.distributed.group import Group
+from curvlab.distributed.communicator import Communicator
 from curvlab.linalg import Block
 from curvlab.linalg.norms import frobenius_norm
 
@@ -29,7 +29,7 @@ class JoinedBlock(Block):
 
     kind: ClassVar[str] = "operator"
     own: Block
-    group: Group = field(repr=False)
+    communicator: Communicator = field(repr=False)
     share: float
 
     @property
@@ -46,7 +46,7 @@ class JoinedBlock(Block):
 
     def _sum(self, function: Callable[[], Tensor], shape: tuple[int, ...]) -> Tensor:
         mine = function() * self.share if self.share else self.example.new_zeros(shape)
-        return self.group.sum(mine)
+        return self.communicator.sum(mine)
 
     def matmul(self, x: Tensor) -> Tensor:
         return self._sum(lambda: self.own.matmul(x), self.shape)
@@ -65,11 +65,11 @@ class JoinedBlock(Block):
         return self._sum(self.own.to_dense, (self.numel, self.numel))
 
 
-def join_operators(curvature: Curvature, group: Group, share: float) -> Curvature:
+def join_operators(curvature: Curvature, communicator: Communicator, share: float) -> Curvature:
     """The curvature with its matrix-free blocks and cross-layer products reduced over all ranks."""
     if not curvature.live and curvature.full_product is None:
         return curvature
-    layers = tuple(_layer(layer, group, share) for layer in curvature.layers)
+    layers = tuple(_layer(layer, communicator, share) for layer in curvature.layers)
     full = curvature.full_product
     if full is None:
         return replace(curvature, layers=layers)
@@ -81,14 +81,14 @@ def join_operators(curvature: Curvature, group: Group, share: float) -> Curvatur
             mine = [found[name] * share for name in names]
         else:
             mine = [torch.zeros_like(vectors[name]) for name in names]
-        return dict(zip(names, group.sums(mine), strict=True))
+        return dict(zip(names, communicator.sums(mine), strict=True))
 
     return replace(curvature, layers=layers, full_product=product)
 
 
-def _layer(layer: LayerCurvature, group: Group, share: float) -> LayerCurvature:
+def _layer(layer: LayerCurvature, communicator: Communicator, share: float) -> LayerCurvature:
     weight, bias = (
-        None if block is None else JoinedBlock(block, group, share)
+        None if block is None else JoinedBlock(block, communicator, share)
         for block in (layer.weight_operator, layer.bias_operator)
     )
     return replace(layer, weight_operator=weight, bias_operator=bias)

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from curvlab.linalg.blocks import Block, FactorBlock, KroneckerBlock, OperatorBlock
 from curvlab.linalg.factors import DenseFactor, Factor, GramFactor, RankOneFactor
-from curvlab.linalg.poseig import poseig, poseig_diagonal
 from curvlab.linalg.steps import Combination, Matrix, RowProduct, Step, TensorStep
-from curvlab.linalg.symmetric import congruence, gram
+from curvlab.linalg.symmetric import congruence, gram, poseig, poseig_diagonal
 
 __all__ = [
     "Block",

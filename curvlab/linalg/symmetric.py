@@ -1,16 +1,23 @@
-"""Products that are symmetric, at about half the multiplications.
+"""Symmetric matrices: products at about half the multiplications, and PosEig.
 
     gram(X) = X Xᵀ          congruence(W, B) = Wᵀ B W  with B symmetric
 
 torch has no symmetric rank-k update, so both compute block rows of the lower triangle and mirror
 them. Blocks are large enough that each product still runs at the speed of a plain one.
+
+PosEig_γ multiplies the negative eigenvalues by γ ≤ 0:
+
+    PosEig_γ(U Λ Uᵀ) = U f(Λ) Uᵀ,   f(λ) = λ where λ ≥ 0, γλ where λ < 0
+
+γ = -1 takes absolute values, γ = 0 clips. It is not linear: take means first.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-__all__ = ["congruence", "gram", "symmetric_product"]
+__all__ = ["congruence", "gram", "poseig", "poseig_diagonal", "symmetric_product"]
 
 BLOCK = 192
 COLUMN_CHUNK = 8192
@@ -65,3 +72,24 @@ def symmetric_product(left: Tensor, right: Tensor) -> Tensor:
         out[start:stop, :stop] = block_row
         out[:start, start:stop] = block_row[:, :start].T
     return out
+
+
+def poseig_diagonal(values: Tensor, gamma: float) -> Tensor:
+    """PosEig of a diagonal matrix, entry by entry.
+
+    >>> poseig_diagonal(torch.tensor([2.0, -3.0]), gamma=-1.0)
+    tensor([2., 3.])
+    """
+    return torch.where(values < 0, gamma * values, values)
+
+
+def poseig(matrix: Tensor, gamma: float) -> Tensor:
+    """PosEig of a symmetric matrix.
+
+    >>> poseig(torch.tensor([[0.0, 1.0], [1.0, 0.0]]), gamma=-1.0).round(decimals=4).tolist()
+    [[1.0, 0.0], [0.0, 1.0]]
+    """
+    eigenvalues, vectors = torch.linalg.eigh(matrix)
+    scaled = vectors * poseig_diagonal(eigenvalues, gamma)
+    result = scaled @ vectors.T
+    return (result + result.T) / 2

@@ -6,8 +6,8 @@
 `record` runs a batch: a chain from its weights, any other model by one call with its Linear layers observed;
 non-finite values are caught on the way. The gradients stop at the pre-activations: no gradient of a weight is
 formed. A *row* is what a layer sees of one example; `inputs` and `gradients` of a layer hold one row each for
-every row, and `root` the square root of its weight in the mean. What only some providers read (the backward
-pass, σ', σ'', Jacobians) is computed when first asked for, and kept.
+every row, `row_weights` its weight in the mean and `sqrt_row_weights` the square root of that. What only some
+providers read (the backward pass, σ', σ'', Jacobians) is computed when first asked for, and kept.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from curvlab.model.graph import Chain, Network
 from curvlab.model.layers import Layer
 
 __all__ = [
+    "AllWeightsZeroError",
     "ChainRecording",
     "GraphRecording",
     "LayerRecord",
     "Recording",
-    "Weightless",
     "call",
+    "criterion_weights",
     "record",
-    "row_weights",
     "uncompiled",
 ]
 
@@ -80,24 +80,24 @@ class Recording(ABC):
         return self.weights.sum()
 
     @cached_property
-    def share(self) -> Tensor:
+    def row_weights(self) -> Tensor:
         """c_i / Σ c_j, the weight of each row in the mean."""
         return self.weights / self.total_weight
 
     @cached_property
-    def root(self) -> Tensor:
-        """The square root of `share`."""
-        return self.share.sqrt()
+    def sqrt_row_weights(self) -> Tensor:
+        """The square root of `row_weights`."""
+        return self.row_weights.sqrt()
 
     @cached_property
     def loss(self) -> Tensor:
         """E[ξ_i]."""
-        return self.share @ self.criterion.losses(self.logits, self.targets)
+        return self.row_weights @ self.criterion.losses(self.logits, self.targets)
 
     @cached_property
     def output_hessian(self) -> Tensor:
         """E[∇²ξ(h^k)]."""
-        return self.criterion.mean_hessian(self.logits, self.targets, self.share)
+        return self.criterion.mean_hessian(self.logits, self.targets, self.row_weights)
 
     @property
     @abstractmethod
@@ -115,14 +115,16 @@ class Recording(ABC):
         basis = torch.eye(outputs, dtype=self.logits.dtype, device=self.logits.device)
         return self.pullback(basis[:, None, :].expand(outputs, self.examples, outputs))
 
-    def curved(self, jacobian: Tensor) -> Tensor:
+    def apply_output_hessian(self, jacobian: Tensor) -> Tensor:
         """∇²ξ_i J_i in the same layout as J_i, (K, m, n)."""
         hessians = self.criterion.hessians(self.logits, self.targets)
         return torch.einsum("mkl,lmn->kmn", hessians, jacobian)
 
     def layer_record(self, layer: Layer, inputs: Tensor, gradients: Tensor) -> LayerRecord:
         """A record with this batch's row weights."""
-        return LayerRecord(layer, GramFactor(inputs, self.root), GramFactor(gradients, self.root))
+        return LayerRecord(
+            layer, GramFactor(inputs, self.sqrt_row_weights), GramFactor(gradients, self.sqrt_row_weights)
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +136,7 @@ class ChainRecording(Recording):
     preactivations: tuple[Tensor, ...]
 
     @cached_property
-    def slopes(self) -> tuple[Tensor, ...]:
+    def activation_slopes(self) -> tuple[Tensor, ...]:
         """σ'(z^t) for the hidden layers."""
         hidden = zip(self.chain.activations, self.preactivations, self.inputs[1:], strict=False)
         return tuple(activation.first(z, h) for activation, z, h in hidden)
@@ -143,7 +145,7 @@ class ChainRecording(Recording):
     def _backward(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         gradient = self.criterion.gradients(self.logits, self.targets)
         gradients, errors = [gradient], []
-        for layer, slope in zip(self.chain.layers[:0:-1], self.slopes[::-1], strict=True):
+        for layer, slope in zip(self.chain.layers[:0:-1], self.activation_slopes[::-1], strict=True):
             error = gradient @ layer.weight
             gradient = slope * error
             gradients.append(gradient)
@@ -161,7 +163,7 @@ class ChainRecording(Recording):
         return self._backward[1]
 
     @cached_property
-    def bends(self) -> tuple[Tensor | None, ...]:
+    def second_order_terms(self) -> tuple[Tensor | None, ...]:
         """σ''(z^t) ⊙ e^t for the hidden layers: the diagonal term of the Hessian recursion (None: zero)."""
         result = []
         for activation, z, h, error in zip(
@@ -182,7 +184,7 @@ class ChainRecording(Recording):
     def pullback(self, cotangents: Tensor) -> tuple[Tensor, ...]:
         pulled = [cotangents] if self.chain.layers[-1].selected else []
         for index in range(len(self.chain.layers) - 1, 0, -1):
-            cotangents = (cotangents @ self.chain.layers[index].weight) * self.slopes[index - 1]
+            cotangents = (cotangents @ self.chain.layers[index].weight) * self.activation_slopes[index - 1]
             if self.chain.layers[index - 1].selected:
                 pulled.append(cotangents)
         return tuple(pulled[::-1])
@@ -218,7 +220,7 @@ class GraphRecording(Recording):
         return tuple(torch.stack(per_layer) for per_layer in zip(*draws, strict=True))
 
 
-class Weightless(NoRowsError):
+class AllWeightsZeroError(NoRowsError):
     """A batch of which no example counts; a stream goes on without it."""
 
     def __init__(self) -> None:
@@ -250,7 +252,7 @@ def _run_chain(
     labels = (f"the pre-activations of {layer.label}" for layer in chain.layers)
     _check_finite(inputs, list(zip(labels, preactivations, strict=True)))
     logits = preactivations[-1]
-    weights = row_weights(criterion, logits, targets)
+    weights = criterion_weights(criterion, logits, targets)
     seen = (chain, tuple(hidden), tuple(preactivations))
     return ChainRecording(network, criterion, logits, targets, weights, first_row, *seen)
 
@@ -280,7 +282,7 @@ def _run_graph(
     observed = tuple((layer, *seen[layer]) for layer in network.selected)
     values = logits.detach()
     criterion.check(values, targets)
-    weights = row_weights(criterion, values, targets)
+    weights = criterion_weights(criterion, values, targets)
     return GraphRecording(network, criterion, values, targets, weights, first_row, observed, logits)
 
 
@@ -323,13 +325,13 @@ def _check_observed(
     _check_finite(inputs, [*outputs, ("the logits", logits)])
 
 
-def row_weights(criterion: Criterion, logits: Tensor, targets: Tensor) -> Tensor:
-    """c_i for each row; raises `Weightless` if all are zero."""
+def criterion_weights(criterion: Criterion, logits: Tensor, targets: Tensor) -> Tensor:
+    """c_i for each row; raises `AllWeightsZeroError` if all are zero."""
     weights = criterion.weights(logits, targets)
     if weights is None:
         return logits.new_ones(logits.shape[0])
     if device.readable(weights) and not bool(weights.sum() > 0):
-        raise Weightless
+        raise AllWeightsZeroError
     return weights
 
 

@@ -20,7 +20,7 @@ from curvlab.curvature import Curvature, Definiteness, LayerCurvature
 from curvlab.exceptions import PairError, ProblemError
 from curvlab.linalg import DenseFactor, Factor, GramFactor
 from curvlab.linalg.inputs import InputFactors, InputKind
-from curvlab.providers.accumulate import ROW_BYTES
+from curvlab.providers.statistics import ROW_BYTES
 
 __all__ = ["average", "kept"]
 

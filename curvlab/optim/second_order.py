@@ -20,6 +20,7 @@ from curvlab.criteria import Criterion
 from curvlab.criteria.registry import criterion_named
 from curvlab.curvature import Curvature
 from curvlab.curvature_io import Packed
+from curvlab.distributed.communicator import communicator_of
 from curvlab.exceptions import ProblemError, SpecError
 from curvlab.gradient import Gradient
 from curvlab.measure.device import keep_freed_memory
@@ -30,7 +31,7 @@ from curvlab.optim.levenberg_marquardt import LevenbergMarquardt
 from curvlab.problem import Problem
 from curvlab.providers import estimate
 from curvlab.providers.base import Provider
-from curvlab.providers.estimate import Chosen
+from curvlab.providers.estimate import Chosen, estimate_jointly
 from curvlab.providers.registry import providers
 from curvlab.solvers import Solution, solve
 from curvlab.solvers.base import Solver
@@ -183,7 +184,7 @@ class SecondOrder(torch.optim.Optimizer):
             own = (inputs[:1].clone(), None if targets is None else targets[:1].clone())
             first = own if isinstance(inputs, Tensor) else (inputs, targets)
             self._base = Problem(self._model, self._criterion, *first, layers=self._layers())
-        return self._base.on(inputs, targets)
+        return self._base.with_data(inputs, targets)
 
     def _layers(self) -> list[str]:
         trained = {self._names[p].rpartition(".")[0] for group in self.param_groups for p in group["params"]}
@@ -204,11 +205,10 @@ class SecondOrder(torch.optim.Optimizer):
         if self.process_group is None:
             loss, gradient = problem.loss(), problem.gradient()
             return loss, gradient, estimate(self._provider, problem) if estimating else None
-        from curvlab.distributed.estimate import estimate_jointly
-
         chosen = Chosen.of([self._provider] if estimating else [], problem)
-        found = estimate_jointly(chosen, problem, self.process_group, gradient=True, loss=True)
-        return found.joint.loss, found.joint.gradient, found.curvatures[0] if estimating else None
+        communicator = communicator_of(self.process_group)
+        found = estimate_jointly(chosen, problem, communicator, gradient=True, loss=True)
+        return found.joined.loss, found.joined.gradient, found.curvatures[0] if estimating else None
 
     def _curvature(self, problem: Problem, fresh: Curvature | None) -> tuple[Curvature, Curvature | None]:
         """The curvature to step with and the one to keep for later steps, from a new one or the one kept."""
@@ -271,7 +271,7 @@ class SecondOrder(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The groups and buffers as torch gives them; damping, counts and a kept curvature beside them."""
         own = {"alpha": self._alpha, "steps": self._steps, "estimates": self._estimates}
-        packed = None if self._kept is None else vars(Packed.of(self._kept))
+        packed = None if self._kept is None else vars(self._kept.pack())
         return {**super().state_dict(), "second_order": {**own, "curvature": packed}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -281,7 +281,7 @@ class SecondOrder(torch.optim.Optimizer):
         self._alpha, self._steps, self._estimates = own["alpha"], own["steps"], own["estimates"]
         device = self.param_groups[0]["params"][0].device
         packed = own["curvature"]
-        self._kept = None if packed is None else Packed(**packed).unpack().to(device)
+        self._kept = None if packed is None else Curvature.unpack(Packed(**packed)).to(device)
 
 
 def _batch(inputs: Any, targets: Tensor | None) -> tuple[Any, Tensor | None]:

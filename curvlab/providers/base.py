@@ -1,26 +1,30 @@
 """Providers: from a problem to its curvature.
 
 A provider is a frozen dataclass: configuration and no work. It names the statistics it needs and
-turns their means into blocks; `estimate` computes the statistics of all providers in one pass.
+turns their means into blocks; `estimate` computes the statistics of all providers in one pass. Matrix-free
+blocks read the data anew for every product, through a `ProblemSnapshot`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, cast
 
 from torch import Tensor
 
 from curvlab.curvature import Curvature, LayerCurvature
+from curvlab.exceptions import StaleError
 from curvlab.linalg import Factor
 from curvlab.linalg.inputs import InputFactors
 from curvlab.model.graph import Network
+from curvlab.model.recording import Recording
 from curvlab.problem import Problem
 from curvlab.providers.statistics import Inputs, Statistic, Values
+from curvlab.staleness import Versions, change_message
 
-__all__ = ["INPUTS", "Context", "Provider", "kronecker_layers"]
+__all__ = ["INPUTS", "Context", "ProblemSnapshot", "Provider", "kronecker_layers"]
 
 INPUTS = Inputs()
 
@@ -77,3 +81,34 @@ def kronecker_layers(context: Context, outputs: Sequence[Factor]) -> tuple[Layer
         LayerCurvature(layer.name, layer.weight_name, layer.bias_name, output, inputs)
         for layer, output, inputs in zip(context.network.selected, outputs, context.inputs, strict=True)
     )
+
+
+@dataclass(frozen=True, eq=False)
+class ProblemSnapshot:
+    """A problem as it was: a single batch's recording is kept, a stream is recorded for every product."""
+
+    problem: Problem
+    versions: Versions
+
+    @classmethod
+    def of(cls, problem: Problem) -> ProblemSnapshot:
+        """The problem as it is now."""
+        return cls(problem, problem.versions)
+
+    def check_unchanged(self) -> None:
+        """Refuse to go on with parameters or a batch that have changed."""
+        changed = self.versions.differing(self.problem.tensors)
+        if changed:
+            again = "and its blocks read them: call estimate() again"
+            raise StaleError(change_message(changed, "the curvature was estimated", again))
+
+    def batches(self) -> Iterator[tuple[Recording, Tensor]]:
+        """Each batch's recording, with its rows' weights in the mean over all."""
+        self.check_unchanged()
+        if not self.problem.streamed:
+            recording = self.problem.recording()
+            yield recording, recording.row_weights
+            return
+        total = sum(recording.total_weight for recording in self.problem.recordings())
+        for recording in self.problem.recordings():
+            yield recording, recording.weights / total

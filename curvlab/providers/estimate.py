@@ -7,18 +7,20 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, overload
 
 from curvlab.curvature import Curvature
+from curvlab.distributed.communicator import Communicator, communicator_of
+from curvlab.distributed.operators import join_operators
+from curvlab.distributed.statistics import JoinedStatistics
 from curvlab.exceptions import SpecError
 from curvlab.problem import Problem
-from curvlab.providers.accumulate import Means
 from curvlab.providers.base import Context, Provider
 from curvlab.providers.registry import providers
-from curvlab.providers.statistics import Statistic, Values
+from curvlab.providers.statistics import Means, Statistic, Values
 from curvlab.staleness import Versions
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Chosen", "estimate"]
+__all__ = ["Chosen", "Estimates", "estimate", "estimate_jointly"]
 
 
 @overload
@@ -51,9 +53,7 @@ def estimate(
         return estimate([provider], problem, process_group=process_group)[0]
     chosen = Chosen.of(provider, problem)
     if process_group is not None:
-        from curvlab.distributed.estimate import estimate_jointly
-
-        return estimate_jointly(chosen, problem, process_group).curvatures
+        return estimate_jointly(chosen, problem, communicator_of(process_group)).curvatures
     versions = problem.versions
     return chosen.curvatures(Context(problem, _means(problem, chosen.statistics)), versions)
 
@@ -102,3 +102,32 @@ def _means(problem: Problem, wanted: Sequence[Statistic]) -> dict[Statistic, Val
         for recording in problem.recordings():
             means.add(recording)
     return means.values()
+
+
+@dataclass(frozen=True, eq=False)
+class Estimates:
+    """The curvatures over the rows of all ranks, and what was joined with them."""
+
+    curvatures: list[Curvature]
+    joined: JoinedStatistics
+
+
+def estimate_jointly(
+    chosen: Chosen,
+    problem: Problem,
+    communicator: Communicator,
+    *,
+    gradient: bool = False,
+    loss: bool = False,
+) -> Estimates:
+    """What the providers make of all ranks' rows, with the gradient and the loss if asked for.
+
+    It takes one exchange. Every rank must make this call.
+    """
+    versions = problem.versions
+    joined = problem.join(communicator, chosen.statistics, Means, gradient=gradient, loss=loss)
+    assert joined.share is not None
+    own = problem if joined.share else problem.empty_like()
+    means = {statistic: joined.values[statistic] for statistic in chosen.statistics}
+    made = chosen.curvatures(Context(own, means), versions)
+    return Estimates([join_operators(one, communicator, joined.share) for one in made], joined)

@@ -20,6 +20,7 @@ from curvlab.providers.statistics import (
     SampledGradientProducts,
     Statistic,
 )
+from curvlab.specs import check_choices
 
 __all__ = ["Fisher"]
 
@@ -40,8 +41,7 @@ class Fisher(Provider):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.kind not in ("empirical", "mc", "exact"):
-            raise SpecError(f"kind={self.kind!r}: expected empirical, mc or exact")
+        check_choices(self)
         if self.samples < 1:
             raise SpecError(f"samples={self.samples}: at least one draw an example is needed")
 

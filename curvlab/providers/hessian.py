@@ -4,32 +4,332 @@
     weight   E[(h_i h_iᵀ) ⊗ H_i^t]          never its Kronecker approximation
     full     all blocks of the Hessian of the mean loss, in `@`, `to_dense` and `cg`
 
-On a chain everything comes from the recording's own tensors, by the recursions of
-`hessian_recursion`. Any other model is differentiated twice by torch.func.
+On a chain everything comes from the tensors of its recording (a single batch's is kept, a stream is recorded
+anew for every product), example by example at the pre-activations:
+
+    H_i^k = ∇²ξ(h^k),   H_i^{t-1} = diag(σ') Wᵀ H_i^t W diag(σ') + diag(σ'' ⊙ (Wᵀ g^t))
+
+`layer_hessians` gives H_i^t as matrices, for a few examples at a time. `hessian_products` gives H_i^t u_i
+without forming one, by differentiating the backward pass along u (the R-operator):
+
+    forward    u^{s} = W^s (σ' ⊙ u^{s-1})
+    backward   v^k = ∇²ξ u^k,  v^{s-1} = σ' ⊙ (Wᵀ v^s) + σ'' ⊙ (Wᵀ g^s) ⊙ u^{s-1}
+
+Where the Linear layers form no chain (residual connections, convolutions or normalisation in between, Linear
+layers over sequences) the model's own forward is differentiated twice by torch.func, and every product runs
+the model on the data again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.func import functional_call, grad, vjp
 
 from curvlab.curvature import Curvature, Definiteness, LayerCurvature
-from curvlab.linalg import DenseFactor
+from curvlab.linalg import DenseFactor, OperatorBlock
+from curvlab.linalg.factors import row_square_norms
+from curvlab.linalg.symmetric import symmetric_product
 from curvlab.measure import device
-from curvlab.problem import Problem
-from curvlab.providers.base import Context, Provider
-from curvlab.providers.hessian_chain import BiasHessians, ChainHessian
-from curvlab.providers.hessian_graph import GraphHessian
-from curvlab.providers.statistics import Statistic
+from curvlab.model.recording import ChainRecording, Recording, uncompiled
+from curvlab.problem import Batch, Problem
+from curvlab.providers.base import Context, ProblemSnapshot, Provider
+from curvlab.providers.statistics import Statistic, Values
 
-__all__ = ["Hessian"]
+__all__ = [
+    "BiasHessians",
+    "ChainHessian",
+    "GraphHessian",
+    "Hessian",
+    "chunks",
+    "hessian_products",
+    "layer_hessians",
+    "mean_hessians",
+]
+
+CHUNK_BYTES = 192 * 1024**2
+LOOK_AT_UP_TO = 256
+UNKNOWN = Definiteness(False, "a Hessian may have negative eigenvalues")
+
+
+def chunks(recording: ChainRecording, lowest: int = 0) -> Iterator[slice]:
+    """Slices of the examples, small enough that one matrix an example fits in `CHUNK_BYTES`."""
+    widths = [layer.module.out_features for layer in recording.chain.layers[lowest:]]
+    per_example = 3 * max(widths) ** 2 * recording.logits.element_size()
+    size = max(1, CHUNK_BYTES // per_example)
+    for start in range(0, recording.examples, size):
+        yield slice(start, min(start + size, recording.examples))
+
+
+def layer_hessians(recording: ChainRecording, rows: slice, lowest: int = 0) -> Iterator[tuple[int, Tensor]]:
+    """(t, H_i^t for the examples in `rows`) from the output layer down to layer `lowest`."""
+    layers = recording.chain.layers
+    hessian = recording.criterion.hessians(recording.logits[rows], recording.targets[rows])
+    yield len(layers) - 1, hessian
+    for index in range(len(layers) - 1, lowest, -1):
+        weight, slope = layers[index].weight, recording.activation_slopes[index - 1][rows]
+        hessian = weight.T @ (hessian @ weight)
+        hessian.mul_(slope[:, :, None]).mul_(slope[:, None, :])
+        term = recording.second_order_terms[index - 1]
+        if term is not None:
+            hessian.diagonal(dim1=1, dim2=2).add_(term[rows])
+        yield index - 1, hessian
+
+
+def mean_hessians(recording: ChainRecording) -> list[Tensor]:
+    """E[H_i^t] for the layers that have blocks, holding the matrices of one chunk of examples only.
+
+    The lowest layer's matrices are never formed: with Y_i = W diag(σ'_i) its mean is the single product
+    Σ_i Y_iᵀ (c_i H_i) Y_i plus the mean diagonal.
+    """
+    layers = recording.chain.layers
+    lowest = min(index for index, layer in enumerate(layers) if layer.selected)
+    stop = min(lowest + 1, len(layers) - 1)
+    means: dict[int, Tensor] = {}
+    for rows in chunks(recording, stop):
+        weights = recording.row_weights[rows]
+        for index, hessian in layer_hessians(recording, rows, stop):
+            mean = torch.einsum("i,iab->ab", weights, hessian)
+            means[index] = mean if index not in means else means[index].add_(mean)
+        if lowest < stop:
+            mean = _mean_below(recording, rows, lowest, hessian)
+            means[lowest] = mean if lowest not in means else means[lowest].add_(mean)
+    return [(means[i] + means[i].T) / 2 for i, layer in enumerate(layers) if layer.selected]
+
+
+def _mean_below(recording: ChainRecording, rows: slice, lowest: int, hessian: Tensor) -> Tensor:
+    weight = recording.chain.layers[lowest + 1].weight
+    slope, weights = recording.activation_slopes[lowest][rows], recording.row_weights[rows]
+    scaled = weight * slope[:, None, :]
+    curved = (hessian @ weight).mul_((slope * weights[:, None])[:, None, :])
+    mean = symmetric_product(scaled.flatten(0, 1).T, curved.flatten(0, 1).T)
+    term = recording.second_order_terms[lowest]
+    if term is not None:
+        mean.diagonal().add_(weights @ term[rows])
+    return mean
+
+
+def hessian_products(recording: ChainRecording, index: int, vectors: Tensor) -> Tensor:
+    """H_i^t u_i for layer t = `index`, with u_i the rows of `vectors` (examples × n_t)."""
+    layers = recording.chain.layers
+    along = [vectors]
+    for s in range(index + 1, len(layers)):
+        along.append((along[-1] * recording.activation_slopes[s - 1]) @ layers[s].weight.T)
+    back = recording.criterion.hessian_products(recording.logits, recording.targets, along[-1])
+    for s in range(len(layers) - 1, index, -1):
+        back = (back @ layers[s].weight) * recording.activation_slopes[s - 1]
+        term = recording.second_order_terms[s - 1]
+        if term is not None:
+            back = back + term * along[s - 1 - index]
+    return back
+
+
+@dataclass(frozen=True)
+class BiasHessians(Statistic):
+    """E[H_i^t] for each layer with blocks."""
+
+    def of(self, recording: Recording) -> Values:
+        assert isinstance(recording, ChainRecording)
+        return tuple(mean_hessians(recording))
+
 
 BIAS_HESSIANS = BiasHessians()
-LOOK_AT_UP_TO = 256
+
+
+class ChainHessian:
+    """Products with the exact Hessian of a chain."""
+
+    def __init__(self, problem: Problem) -> None:
+        chain = problem.network.chain
+        assert chain is not None
+        self.snapshot = ProblemSnapshot.of(problem)
+        self.layers = problem.network.selected
+        self.positions = [chain.layers.index(layer) for layer in self.layers]
+
+    def batches(self) -> Iterator[tuple[ChainRecording, Tensor]]:
+        """Each batch's recording, with its rows' weights in the mean over all."""
+        for recording, weights in self.snapshot.batches():
+            assert isinstance(recording, ChainRecording)
+            yield recording, weights
+
+    def weight_block(self, index: int) -> OperatorBlock:
+        """E[(h_i h_iᵀ) ⊗ H_i^t] as an operator, with closed forms for its diagonal, trace and norm."""
+        return _Weight(self, self.positions[index], self.layers[index].weight).block()
+
+    def matrices(self, position: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """(H_i^t, h_i, c_i) for a chunk of examples after the other."""
+        for recording, weights in self.batches():
+            for rows in chunks(recording, position):
+                *_, (_, hessians) = layer_hessians(recording, rows, position)
+                yield hessians, recording.inputs[position][rows], weights[rows]
+
+    def pair_sum(self, position: int, centre: Tensor | None = None) -> Tensor:
+        """‖E[(h_i h_iᵀ) ⊗ Δ_i]‖_F² with Δ_i = H_i^t - `centre`, from inner products over pairs of examples.
+
+        = Σ_ij c_i c_j (h_i·h_j)² tr(Δ_i Δ_j); with centre B it is the squared error of the Kronecker block
+        E[hhᵀ] ⊗ B, with nothing of the weight's size squared ever formed.
+        """
+        total = torch.zeros((), dtype=torch.float64)
+        # A shuffled stream has another order in every pass, so only a kept batch has a lower triangle.
+        symmetric = not self.snapshot.problem.streamed
+        for a, (left, h_left, weights_left) in enumerate(self.matrices(position)):
+            delta_left = left if centre is None else left - centre
+            for b, (right, h_right, weights_right) in enumerate(self.matrices(position)):
+                if symmetric and b > a:
+                    break
+                delta_right = right if centre is None else right - centre
+                traces = delta_left.flatten(1) @ delta_right.flatten(1).T
+                pairs = traces * (h_left @ h_right.T).square() * torch.outer(weights_left, weights_right)
+                total += (2 if symmetric and b < a else 1) * pairs.sum().double().cpu()
+        return total.to(h_left)
+
+    def full_product(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The Hessian of the mean loss over all selected parameters, cross-layer blocks included."""
+        results: dict[str, Tensor] = {}
+        for recording, weights in self.batches():
+            for name, value in _full_product(recording, weights, vectors).items():
+                results[name] = value if name not in results else results[name].add_(value)
+        return results
+
+
+@dataclass(frozen=True, eq=False)
+class _Weight:
+    """The weight block of the layer at `position` of the chain."""
+
+    hessian: ChainHessian
+    position: int
+    like: Tensor
+
+    def product(self, x: Tensor) -> Tensor:
+        result = torch.zeros_like(x)
+        for recording, weights in self.hessian.batches():
+            h = recording.inputs[self.position]
+            curved = hessian_products(recording, self.position, h @ x.T)
+            result.addmm_((curved * weights[:, None]).T, h)
+        return result
+
+    def diagonal(self) -> Tensor:
+        result = torch.zeros_like(self.like)
+        for hessians, h, weights in self.hessian.matrices(self.position):
+            diagonals = hessians.diagonal(dim1=1, dim2=2)
+            result.addmm_((diagonals * weights[:, None]).T, h.square())
+        return result
+
+    def trace(self) -> Tensor:
+        result = self.like.new_zeros(())
+        for hessians, h, weights in self.hessian.matrices(self.position):
+            result += weights @ (hessians.diagonal(dim1=1, dim2=2).sum(1) * row_square_norms(h))
+        return result
+
+    def square_norm(self) -> Tensor:
+        return self.hessian.pair_sum(self.position)
+
+    def block(self) -> OperatorBlock:
+        shape = (self.like.shape[0], self.like.shape[1])
+        return OperatorBlock(shape, self.product, self.like, 0, self.diagonal, self.trace, self.square_norm)
+
+
+def _full_product(
+    recording: ChainRecording, weights: Tensor, vectors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The R-operator: perturb all parameters along `vectors`, differentiate the gradient."""
+    layers = recording.chain.layers
+    along_h: Tensor | None = None
+    inputs_along: list[Tensor | None] = []
+    outputs_along: list[Tensor] = []
+    for index, layer in enumerate(layers):
+        inputs_along.append(along_h)
+        z = torch.zeros_like(recording.preactivations[index])
+        if layer.weight_name is not None:
+            z = z + recording.inputs[index] @ vectors[layer.weight_name].T
+        if layer.bias_name is not None:
+            z = z + vectors[layer.bias_name]
+        if along_h is not None:
+            z = z + along_h @ layer.weight.T
+        outputs_along.append(z)
+        if index < len(recording.activation_slopes):
+            along_h = z * recording.activation_slopes[index]
+    return _full_backward(recording, weights, vectors, inputs_along, outputs_along)
+
+
+def _full_backward(
+    recording: ChainRecording,
+    weights: Tensor,
+    vectors: Mapping[str, Tensor],
+    inputs_along: list[Tensor | None],
+    outputs_along: list[Tensor],
+) -> dict[str, Tensor]:
+    layers = recording.chain.layers
+    results: dict[str, Tensor] = {}
+    back = recording.criterion.hessian_products(recording.logits, recording.targets, outputs_along[-1])
+    for index in range(len(layers) - 1, -1, -1):
+        layer, gradient = layers[index], recording.gradients[index]
+        if layer.bias_name is not None:
+            results[layer.bias_name] = weights @ back
+        if layer.weight_name is not None:
+            product = (back * weights[:, None]).T @ recording.inputs[index]
+            perturbed = inputs_along[index]
+            if perturbed is not None:
+                product = product + (gradient * weights[:, None]).T @ perturbed
+            results[layer.weight_name] = product
+        if index:
+            error = back @ layer.weight
+            if layer.weight_name is not None:
+                error = error + gradient @ vectors[layer.weight_name]
+            back = error * recording.activation_slopes[index - 1]
+            term = recording.second_order_terms[index - 1]
+            if term is not None:
+                back = back + term * outputs_along[index - 1]
+    order = [name for layer in layers for name in (layer.weight_name, layer.bias_name) if name is not None]
+    return {name: results[name] for name in order}
+
+
+class GraphHessian:
+    """Products with the exact Hessian of a model that is no chain."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.snapshot = ProblemSnapshot.of(problem)
+        self.problem = problem
+        self.layers = problem.network.selected
+        self.total_weight = problem.total_weight()
+
+    def _loss_sum(self, batch: Batch, parameters: dict[str, Tensor]) -> Tensor:
+        """Σ c_i ξ_i."""
+        logits = functional_call(self.problem.model, parameters, (batch.inputs,))
+        criterion = self.problem.criterion
+        weights = criterion.weights(logits, batch.targets)
+        losses = criterion.losses(logits, batch.targets)
+        return losses.sum() if weights is None else weights @ losses
+
+    def products(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The Hessian over the parameters named in `vectors`, times them."""
+        self.snapshot.check_unchanged()
+        self.problem.network.check_modes()
+        live = dict(self.problem.model.named_parameters())
+        parameters = {name: live[name].detach() for name in vectors}
+        results = {name: torch.zeros_like(value) for name, value in parameters.items()}
+        for batch in self.problem.batches():
+            with uncompiled():
+                pull = vjp(grad(partial(self._loss_sum, batch)), parameters)[1]
+            (values,) = pull(dict(vectors))
+            for name, value in values.items():
+                results[name] += value.detach()
+        return {name: value / self.total_weight for name, value in results.items()}
+
+    def full_product(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """All blocks at once."""
+        names = [n for layer in self.layers for n in (layer.weight_name, layer.bias_name) if n is not None]
+        return self.products({name: vectors[name] for name in names})
+
+    def block(self, name: str) -> OperatorBlock:
+        """The diagonal block of one parameter."""
+        parameter = self.problem.model.get_parameter(name).detach()
+        return OperatorBlock(tuple(parameter.shape), lambda x: self.products({name: x})[name], parameter)
 
 
 @dataclass(frozen=True)
@@ -76,9 +376,6 @@ class Hessian(Provider):
         if problem.criterion.convex and straight and (not self.full or len(chain.layers) == 1):
             return Definiteness(True, "a convex criterion and piecewise linear activations")
         return None
-
-
-UNKNOWN = Definiteness(False, "a Hessian may have negative eigenvalues")
 
 
 def _chain_layers(operator: ChainHessian, means: Sequence[Tensor]) -> tuple[LayerCurvature, ...]:

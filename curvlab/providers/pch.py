@@ -5,24 +5,30 @@
 
 γ = -1 takes absolute values (PCH-1), γ = 0 clips (PCH-2). The output layer has a γ of its own, -1 in
 both: the paper's tables show no error there for either. Where every activation is piecewise linear
-and the criterion convex, PCH is Gauss-Newton.
+and the criterion convex, PCH is Gauss-Newton: that is the same recursion (`recurse`) without PosEig and
+without the diagonal term.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from curvlab.curvature import Curvature, Definiteness
 from curvlab.exceptions import SpecError
-from curvlab.linalg import poseig, poseig_diagonal
+from curvlab.linalg import DenseFactor, congruence, poseig, poseig_diagonal
+from curvlab.model.graph import Chain
 from curvlab.problem import Problem
 from curvlab.providers.base import INPUTS, Context, Provider, kronecker_layers
-from curvlab.providers.recursion import OUTPUT_HESSIAN, SLOPES, recurse
-from curvlab.providers.statistics import Bends, Statistic
+from curvlab.providers.statistics import OutputHessian, SecondOrderTerms, SlopeProducts, Statistic
 
-__all__ = ["PCH"]
+__all__ = ["OUTPUT_HESSIAN", "PCH", "SLOPE_PRODUCTS", "recurse"]
 
-BENDS = Bends()
+OUTPUT_HESSIAN = OutputHessian()
+SLOPE_PRODUCTS = SlopeProducts()
+SECOND_ORDER_TERMS = SecondOrderTerms()
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,7 @@ class PCH(Provider):
                 )
 
     def statistics(self, problem: Problem) -> tuple[Statistic, ...]:
-        return (INPUTS, OUTPUT_HESSIAN, SLOPES, BENDS)
+        return (INPUTS, OUTPUT_HESSIAN, SLOPE_PRODUCTS, SECOND_ORDER_TERMS)
 
     def curvature(self, context: Context, name: str) -> Curvature:
         chain = context.network.require_chain(name)
@@ -53,8 +59,8 @@ class PCH(Provider):
         (output,) = context.tensors(OUTPUT_HESSIAN)
         # Where the criterion is convex the mean is PSD already: PosEig would only add rounding.
         top = output if criterion.convex else poseig(output, self.output_gamma)
-        bends = [poseig_diagonal(bend, self.gamma) for bend in context.tensors(BENDS)]
-        outputs = recurse(chain, top, context.tensors(SLOPES), bends)
+        diagonals = [poseig_diagonal(term, self.gamma) for term in context.tensors(SECOND_ORDER_TERMS)]
+        outputs = recurse(chain, top, context.tensors(SLOPE_PRODUCTS), diagonals)
         same = bool(criterion.convex) and all(a.piecewise_linear for a in chain.activations)
         return Curvature(
             name,
@@ -63,3 +69,24 @@ class PCH(Provider):
             Definiteness(True, "by PosEig"),
             notes=("equals Gauss-Newton here: every activation is piecewise linear",) if same else (),
         )
+
+
+def recurse(
+    chain: Chain, top: Tensor, slope_products: Sequence[Tensor], diagonals: Sequence[Tensor | None]
+) -> list[DenseFactor]:
+    """B^t for each layer with blocks, from the output layer's B^k = `top` and of the hidden layers the rest.
+
+        B^{t-1} = (W^tᵀ B^t W^t) ⊙ E[σ'σ'ᵀ] + diag(d^{t-1})
+
+    `slope_products` are E[σ'σ'ᵀ] and `diagonals` d (None where it is 0): an expectation at every layer.
+    """
+    lowest = min(index for index, layer in enumerate(chain.layers) if layer.selected)
+    blocks = [top]
+    for index in range(len(chain.layers) - 1, lowest, -1):
+        block = congruence(chain.layers[index].weight, blocks[-1]).mul_(slope_products[index - 1])
+        diagonal = diagonals[index - 1]
+        if diagonal is not None:
+            block.diagonal().add_(diagonal)
+        blocks.append(block)
+    layers = chain.layers[lowest:]
+    return [DenseFactor(b) for layer, b in zip(layers, reversed(blocks), strict=True) if layer.selected]

@@ -15,10 +15,10 @@ from importlib import resources
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from curvlab import __version__
 from curvlab.report.content import Content
 from curvlab.report.drawing import svg
 from curvlab.report.theme import DARK, LIGHT, PAGE, Theme
+from curvlab.version import __version__
 
 __all__ = ["html_page", "marked"]
 

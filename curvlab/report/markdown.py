@@ -8,9 +8,9 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from curvlab import __version__
 from curvlab.report.content import Content
 from curvlab.report.tables import Table
+from curvlab.version import __version__
 
 __all__ = ["escape", "fenced", "markdown_page"]
 

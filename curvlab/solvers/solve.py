@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 from curvlab.curvature import Curvature, LayerCurvature
+from curvlab.distributed.communicator import communicator_of
+from curvlab.distributed.solve import choose_owners, layer_cost, share_out
 from curvlab.exceptions import ArgumentError, SolveError, SpecError, describe_argument
 from curvlab.gradient import Gradient, RowGradient
 from curvlab.linalg import Matrix
@@ -148,14 +150,13 @@ def _solve_layers(
 
 
 def _solve_shared(systems: _LayerSolves, process_group: ProcessGroup) -> list[_SolvedLayer]:
-    from curvlab.distributed.group import Group
-    from curvlab.distributed.sharing import owners, shared_out
-
-    group, layers = Group(process_group), systems.curvature.layers
-    chosen = owners(systems.solver, systems.curvature, group.size)
-    if chosen is None:
+    communicator, layers, solver = communicator_of(process_group), systems.curvature.layers, systems.solver
+    iterations = float(getattr(solver, "max_iter", 0))
+    costs = [layer_cost(layer, solver.input_factor, iterations) for layer in layers]
+    owners = choose_owners(costs, communicator.size)
+    if owners is None:
         return systems.solve_all()
-    return shared_out(systems.solve, layers, chosen, systems.known, group)
+    return share_out(systems.solve, layers, owners, systems.known, communicator)
 
 
 class _LayerSolves:

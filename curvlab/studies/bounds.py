@@ -24,7 +24,7 @@ from torch import Tensor
 from curvlab.model.graph import Chain
 from curvlab.model.recording import ChainRecording
 from curvlab.problem import Problem
-from curvlab.providers.hessian_recursion import chunks, layer_hessians
+from curvlab.providers.hessian import chunks, layer_hessians
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -110,7 +110,10 @@ def _add_batch(recording: ChainRecording, hidden: list[int], moments: dict[int, 
         for index, hessians in layer_hessians(recording, rows, lowest + 1):
             below = index - 1
             if below in hidden:
-                weight, slopes = recording.chain.layers[index].weight, recording.slopes[below][rows]
+                weight, slopes = (
+                    recording.chain.layers[index].weight,
+                    recording.activation_slopes[below][rows],
+                )
                 new = _Moments.of(weight.T @ (hessians @ weight), slopes, recording.weights[rows])
                 moments[below] = moments[below].merge(new) if below in moments else new
 

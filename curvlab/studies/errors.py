@@ -126,7 +126,7 @@ def _yardsticks(problem: Problem, numbers: list[int]) -> list[WeightYardstick]:
     if problem.streamed:
         raise ProblemError(
             "errors(weights=True) compares examples pair by pair and was given a stream; expected a "
-            "single batch. Use problem.on(inputs, targets) with one of them, or leave `weights` out"
+            "single batch. Use problem.with_data(inputs, targets) with one of them, or leave `weights` out"
         )
     return [weight_yardstick(_recording(problem), number - 1) for number in numbers]
 

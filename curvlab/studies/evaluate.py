@@ -14,8 +14,8 @@ from torch import nn
 from curvlab.criteria import Criterion
 from curvlab.data import Examples
 from curvlab.data.dataset import Batches
-from curvlab.distributed.group import Group
-from curvlab.distributed.shards import shard
+from curvlab.distributed.communicator import LOCAL, Communicator
+from curvlab.distributed.launch import shard
 
 __all__ = ["Score", "evaluate"]
 
@@ -31,10 +31,12 @@ class Score:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, criterion: Criterion, examples: Examples, group: Group | None = None) -> Score:
-    """The score over all `examples`, a chunk at a time; sums in float64. The ranks of a group share them."""
+def evaluate(
+    model: nn.Module, criterion: Criterion, examples: Examples, communicator: Communicator = LOCAL
+) -> Score:
+    """The score over all `examples`, a chunk at a time; sums in float64. Several ranks share the examples."""
     total = weight = correct = 0.0
-    for inputs, targets in _chunks(examples, group):
+    for inputs, targets in _chunks(examples, communicator):
         logits = model(inputs)
         weights = criterion.weights(logits, targets)
         weights = logits.new_ones(len(logits)) if weights is None else weights
@@ -42,14 +44,14 @@ def evaluate(model: nn.Module, criterion: Criterion, examples: Examples, group: 
         weight += float(weights.double().sum())
         if examples.labels is not None:
             correct += float((logits.argmax(1) == targets).double().sum())
-    if group is not None:
+    if communicator.size > 1:
         device = next(model.parameters()).device
         sums = torch.tensor([total, weight, correct], dtype=torch.float64, device=device)
-        total, weight, correct = group.sum(sums).tolist()
+        total, weight, correct = communicator.sum(sums).tolist()
     accuracy = correct / len(examples) if examples.labels is not None else nan
     return Score(total / weight if weight else nan, accuracy)
 
 
-def _chunks(examples: Examples, group: Group | None) -> Batches:
-    rows = slice(None) if group is None else shard(len(examples), group.rank, group.size)
+def _chunks(examples: Examples, communicator: Communicator) -> Batches:
+    rows = shard(len(examples), communicator.rank, communicator.size)
     return Batches(examples, torch.arange(len(examples))[rows], CHUNK)

@@ -24,9 +24,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from curvlab.distributed.cluster import Dask
 from curvlab.exceptions import ExecutorError, SpecError
 from curvlab.registry import Registry
+from curvlab.studies.dask_executor import Dask
 
 __all__ = ["Done", "Place", "Process", "Serial", "SerialExecutor", "executors", "place_of", "run"]
 

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from curvlab.criteria import Criterion
-from curvlab.distributed.group import Group
+from curvlab.distributed.communicator import LOCAL, Communicator
 from curvlab.exceptions import SpecError
-from curvlab.model.recording import Weightless, row_weights
+from curvlab.measure import device
+from curvlab.model.recording import AllWeightsZeroError
 from curvlab.optim import LevenbergMarquardt, SecondOrder
 from curvlab.optim.second_order import ALPHA, LEARNING_RATE
 from curvlab.providers.registry import providers
@@ -55,16 +56,17 @@ class Stepper(Protocol):
 
 
 class GradientSteps:
-    """A torch optimizer that reads `p.grad`, stepping on batches; with a group, on those of all ranks."""
+    """A torch optimizer that reads `p.grad`, stepping on the batches of all ranks."""
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         model: nn.Module,
         criterion: Criterion,
-        group: Group | None = None,
+        communicator: Communicator = LOCAL,
     ) -> None:
-        self.optimizer, self.model, self.criterion, self.group = optimizer, model, criterion, group
+        self.optimizer, self.model, self.criterion = optimizer, model, criterion
+        self.communicator = communicator
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -88,27 +90,25 @@ class GradientSteps:
         with torch.enable_grad():
             logits = self.model(inputs)
         values = logits.detach()
-        share = self._share(values, targets)
-        logits.backward(self.criterion.gradients(values, targets) * share[:, None])
-        loss = share @ self.criterion.losses(values, targets)
-        return loss if self.group is None else self._reduce(self.group, loss)
+        weights = self._row_weights(values, targets)
+        logits.backward(self.criterion.gradients(values, targets) * weights[:, None])
+        return self._reduce(weights @ self.criterion.losses(values, targets))
 
-    def _share(self, logits: Tensor, targets: Tensor) -> Tensor:
+    def _row_weights(self, logits: Tensor, targets: Tensor) -> Tensor:
         """c_i / Σ c_j, the sum over the rows of all ranks."""
-        if self.group is None:
-            weights = row_weights(self.criterion, logits, targets)
-            return weights / weights.sum()
         given = self.criterion.weights(logits, targets)
         weights = logits.new_ones(len(logits)) if given is None else given
-        total = self.group.sum(weights.sum())
-        if not bool(total > 0):
-            raise Weightless
+        total = self.communicator.sum(weights.sum())
+        # Without weights the sum is the number of examples, and a batch has at least one.
+        if given is not None and device.readable(total) and not bool(total > 0):
+            raise AllWeightsZeroError
         return weights / total
 
-    def _reduce(self, group: Group, loss: Tensor) -> Tensor:
+    def _reduce(self, loss: Tensor) -> Tensor:
         """Add up the gradients and the loss over all ranks, in one all-reduce."""
         parameters = [p for p in self.model.parameters() if p.grad is not None]
-        total, *gradients = group.sums([loss, *(p.grad for p in parameters if p.grad is not None)])
+        held = [loss, *(p.grad for p in parameters if p.grad is not None)]
+        total, *gradients = self.communicator.sums(held)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         return total
@@ -135,8 +135,8 @@ class OptimizerSpec(ABC):
         """The learning rate."""
 
     @abstractmethod
-    def build(self, model: nn.Module, criterion: Criterion, group: Group | None = None) -> Stepper:
-        """The optimizer for a model; with a `group` each rank has its rows and all take the same step."""
+    def build(self, model: nn.Module, criterion: Criterion, communicator: Communicator = LOCAL) -> Stepper:
+        """The optimizer for a model; each rank has rows of its own, and all take the same step."""
 
     def labels(self, name: str) -> dict[str, str]:
         """How result rows name it: `optimizer`, `provider` and `solver`."""
@@ -165,7 +165,7 @@ class SecondOrderSpec(OptimizerSpec):
     refresh_every: int = 1
     adapt_every: int = 0
 
-    def build(self, model: nn.Module, criterion: Criterion, group: Group | None = None) -> Stepper:
+    def build(self, model: nn.Module, criterion: Criterion, communicator: Communicator = LOCAL) -> Stepper:
         return SecondOrder(
             model,
             criterion,
@@ -179,7 +179,7 @@ class SecondOrderSpec(OptimizerSpec):
             ema=self.ema,
             refresh_every=self.refresh_every,
             adapt=LevenbergMarquardt(every=self.adapt_every) if self.adapt_every else False,
-            process_group=None if group is None else group.process_group,
+            process_group=communicator.process_group,
         )
 
     def labels(self, name: str) -> dict[str, str]:
@@ -200,7 +200,7 @@ class SGD(OptimizerSpec):
     weight_decay: float = 0.0
     nesterov: bool = False
 
-    def build(self, model: nn.Module, criterion: Criterion, group: Group | None = None) -> Stepper:
+    def build(self, model: nn.Module, criterion: Criterion, communicator: Communicator = LOCAL) -> Stepper:
         made = torch.optim.SGD(
             model.parameters(),
             self.lr,
@@ -208,7 +208,7 @@ class SGD(OptimizerSpec):
             weight_decay=self.weight_decay,
             nesterov=self.nesterov,
         )
-        return GradientSteps(made, model, criterion, group)
+        return GradientSteps(made, model, criterion, communicator)
 
 
 @dataclass(frozen=True)
@@ -221,10 +221,10 @@ class Adam(OptimizerSpec):
     eps: float = 1e-8
     weight_decay: float = 0.0
 
-    def build(self, model: nn.Module, criterion: Criterion, group: Group | None = None) -> Stepper:
+    def build(self, model: nn.Module, criterion: Criterion, communicator: Communicator = LOCAL) -> Stepper:
         betas = (self.beta1, self.beta2)
         made = torch.optim.AdamW(model.parameters(), self.lr, betas, self.eps, weight_decay=self.weight_decay)
-        return GradientSteps(made, model, criterion, group)
+        return GradientSteps(made, model, criterion, communicator)
 
 
 @dataclass(frozen=True)
@@ -236,7 +236,7 @@ class LBFGS(OptimizerSpec):
     history_size: int = 10
     line_search: bool = True
 
-    def build(self, model: nn.Module, criterion: Criterion, group: Group | None = None) -> Stepper:
+    def build(self, model: nn.Module, criterion: Criterion, communicator: Communicator = LOCAL) -> Stepper:
         made = torch.optim.LBFGS(
             model.parameters(),
             self.lr,
@@ -244,7 +244,7 @@ class LBFGS(OptimizerSpec):
             history_size=self.history_size,
             line_search_fn="strong_wolfe" if self.line_search else None,
         )
-        return GradientSteps(made, model, criterion, group)
+        return GradientSteps(made, model, criterion, communicator)
 
 
 def check_rate(lr: float) -> None:

@@ -48,7 +48,7 @@ def _of_problem(problem: Problem, mode: FakeTensorMode) -> Problem:
     if problem.streamed:
         raise ProblemError(
             "a stream of batches has no size to plan for; plan with one of its batches: "
-            "problem.on(inputs, targets)"
+            "problem.with_data(inputs, targets)"
         )
     model, batch = _fake_model(problem.model, mode), next(problem.batches())
     with mode:

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from curvlab.distributed.group import Group
+from curvlab.distributed.communicator import Communicator, communicator_of
 from curvlab.studies.run_lock import run_lock
 from curvlab.studies.train_folder import TrainFolder, frame_of
 from curvlab.studies.train_plan import TrainPlan
@@ -113,11 +113,11 @@ def train(
     >>> frame[["optimizer", "epoch", "status"]].values.tolist()
     [['pch-1 + ea-cg', 0, 'ok'], ['pch-1 + ea-cg', 1, 'ok']]
     """
-    group = None if process_group is None else Group(process_group)
+    communicator = communicator_of(process_group)
     with ExitStack() as held, torch.random.fork_rng():
-        outputs = None if folder is None else _opened(folder, plan, fresh, group, held)
+        outputs = None if folder is None else _opened(folder, plan, fresh, communicator, held)
         torch.manual_seed(plan.setup.seed)
-        run = TrainRun(plan, group)
+        run = TrainRun(plan, communicator)
         _restore(run, outputs)
         run.begin()
         _carry_out(run, outputs, on_progress, observe, should_stop, checkpoint_seconds, checkpoint_steps)
@@ -127,7 +127,7 @@ def train(
 
 
 def _opened(
-    folder: str | Path, plan: TrainPlan, fresh: bool, group: Group | None, held: ExitStack
+    folder: str | Path, plan: TrainPlan, fresh: bool, communicator: Communicator, held: ExitStack
 ) -> TrainFolder | None:
     """The folder, locked until `held` ends, on the first rank; what is wrong with it is raised on all."""
     opened: list[TrainFolder] = []
@@ -135,24 +135,23 @@ def _opened(
     def open_folder() -> None:
         opened.append(TrainFolder(held.enter_context(run_lock(folder, "train")), plan, fresh))
 
-    if group is None:
-        open_folder()
-    else:
-        group.first(open_folder)
+    communicator.first_rank(open_folder)
     return opened[0] if opened else None
 
 
 def _restore(run: TrainRun, outputs: TrainFolder | None) -> None:
-    """Bring the run to where its folder left it; all ranks of a group begin with the first one's state."""
+    """Bring the run to where its folder left it; all ranks begin with the first one's state."""
 
     def restored() -> Any:
         if outputs is not None:
             outputs.restore(run)
+        if run.communicator.size == 1:
+            return None
         # On the CPU, because the ranks have devices of their own.
-        return None if run.group is None else tree_map_only(Tensor, lambda tensor: tensor.cpu(), run.state())
+        return tree_map_only(Tensor, lambda tensor: tensor.cpu(), run.state())
 
-    state = restored() if run.group is None else run.group.first(restored)
-    if run.group is not None and run.group.rank:
+    state = run.communicator.first_rank(restored)
+    if run.communicator.rank:
         run.restore(state)
 
 
@@ -185,4 +184,4 @@ def _carry_out(
 
 def _stopped(run: TrainRun, asked: bool) -> bool:
     """Whether to stop here: where any rank was asked to, all stop after the same step."""
-    return asked if run.group is None else run.group.any(asked, run.device)
+    return run.communicator.any(asked, run.device)

@@ -20,8 +20,8 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 from torch.utils._pytree import tree_leaves
 
 from curvlab.data import Examples
-from curvlab.distributed.group import Group
-from curvlab.distributed.shards import rank_batches
+from curvlab.distributed.communicator import LOCAL, Communicator
+from curvlab.distributed.launch import rank_batches
 from curvlab.exceptions import PairError, ProblemError, SolveError
 from curvlab.measure import device as devices
 from curvlab.measure.memory import peak_bytes
@@ -86,17 +86,17 @@ class Tally:
 
 
 class TrainRun:
-    """A plan being carried out: by one process, or by a group's ranks, each on its part of every batch."""
+    """A plan being carried out: by one process, or by several ranks, each on its part of every batch."""
 
-    def __init__(self, plan: TrainPlan, group: Group | None = None) -> None:
-        self.plan, self.group = plan.resolve(), group
+    def __init__(self, plan: TrainPlan, communicator: Communicator = LOCAL) -> None:
+        self.plan, self.communicator = plan.resolve(), communicator
         setup = self.plan.setup
         self.device = devices.resolve(setup.device)
         self.data = setup.load_data().to(self.device, setup.torch_dtype)
         # One function for all optimizers: layers that are random in training mode stay quiet.
         self.model = setup.build_model().eval()
         self.criterion = setup.build_criterion()
-        self.stepper = self.plan.spec.build(self.model, self.criterion, group)
+        self.stepper = self.plan.spec.build(self.model, self.criterion, communicator)
         self.rates = [float(group["lr"]) for group in self.stepper.param_groups]
         self.evaluated = self._evaluated()
         self.epoch = self.steps = 0
@@ -176,8 +176,7 @@ class TrainRun:
             setup = self.plan.setup
             start = self.tally.steps
             batches = self.data.batches(setup.batch, setup.seed, self.epoch, start=start)
-            group = self.group
-            self._batches = iter(batches) if group is None else rank_batches(batches, group.rank, group.size)
+            self._batches = rank_batches(batches, self.communicator.rank, self.communicator.size)
         return next(self._batches)
 
     def _set_rates(self) -> None:
@@ -222,11 +221,11 @@ class TrainRun:
     def _outputs_finite(self, inputs: Tensor) -> bool:
         with torch.no_grad():
             finite = bool(torch.isfinite(self.model(inputs)).all())
-        return finite if self.group is None else not self.group.any(not finite, self.device)
+        return not self.communicator.any(not finite, self.device)
 
     def _score(self) -> dict[str, float]:
-        train = evaluate(self.model, self.criterion, self.evaluated, self.group)
-        test = evaluate(self.model, self.criterion, self.data.test, self.group)
+        train = evaluate(self.model, self.criterion, self.evaluated, self.communicator)
+        test = evaluate(self.model, self.criterion, self.data.test, self.communicator)
         return _scores(train, test)
 
     def _close_epoch(self) -> None:

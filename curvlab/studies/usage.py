@@ -59,7 +59,7 @@ def fresh(problem: Problem) -> Problem:
     if problem.streamed:
         return problem
     batch = next(problem.batches())
-    return problem.on(batch.inputs, batch.targets)
+    return problem.with_data(batch.inputs, batch.targets)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from curvlab.model.recording import ChainRecording
-from curvlab.providers.hessian_recursion import hessian_products
+from curvlab.providers.hessian import hessian_products
 
 __all__ = ["WeightYardstick", "gauss_newton_error", "weight_yardstick"]
 
@@ -62,7 +62,7 @@ def weight_yardstick(recording: ChainRecording, position: int) -> WeightYardstic
     kernel = _kernel(recording, position)
     total = kernel.sum()
     # Where every input is zero so is the weight block, and any mean will do.
-    weights = kernel.sum(1) / total if total > 0 else recording.share.to(kernel)
+    weights = kernel.sum(1) / total if total > 0 else recording.row_weights.to(kernel)
     rows, square = [], 0.0
     for slab in _columns(recording, position, lambda units: hessian_products(recording, position, units)):
         columns = slab.to(kernel)
@@ -87,7 +87,7 @@ def gauss_newton_error(recording: ChainRecording, position: int) -> float:
 
 def _gauss_newton_products(recording: ChainRecording, position: int, vectors: Tensor) -> Tensor:
     """C_i u_i: the Hessian's product without its σ'' terms."""
-    layers, slopes = recording.chain.layers, recording.slopes
+    layers, slopes = recording.chain.layers, recording.activation_slopes
     for s in range(position + 1, len(layers)):
         vectors = (vectors * slopes[s - 1]) @ layers[s].weight.T
     vectors = recording.criterion.hessian_products(recording.logits, recording.targets, vectors)
@@ -107,7 +107,7 @@ def _kernel(recording: ChainRecording, position: int) -> Tensor:
     for chunk in rows.split(GRAM_COLUMNS, dim=1):
         wide = chunk.to(gram)
         gram.addmm_(wide, wide.T)
-    share = recording.share.to(gram)
+    share = recording.row_weights.to(gram)
     return gram.square() * torch.outer(share, share)
 
 

@@ -1,0 +1,269 @@
+"""The ranks that take part in a call, and the few collective operations that curvlab uses between them.
+
+    sums            Σ_r x_r of many tensors, in one all-reduce for each dtype
+    gather_rows     the rows of all ranks, in one all-gather, padded to the longest shard
+    gather_objects  one small value per rank
+    broadcast       tensors that one rank has, in one message for each dtype
+
+A `Communicator` is one value that is made where a process group comes in (`process_group=` of `estimate`,
+`Problem.gradient`, `solve`, `SecondOrder`, `train`) and handed on; `LOCAL`, the default, is a process alone,
+for which all of them are free. Every rank must call each operation, in the same order. This module knows
+nothing of problems, providers or solvers, so that all of them may use it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from curvlab import exceptions
+from curvlab.exceptions import CurvlabError, RankError
+
+__all__ = [
+    "LOCAL",
+    "Communicator",
+    "Failure",
+    "LocalCommunicator",
+    "ProcessGroup",
+    "ProcessGroupCommunicator",
+    "TensorLike",
+    "communicator_of",
+    "failure_of",
+]
+
+T = TypeVar("T")
+Shape = tuple[int, ...]
+TensorLike = tuple[Shape, torch.dtype]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What went wrong on a rank, told to the others so that they raise it too instead of waiting."""
+
+    rank: int
+    kind: str
+    message: str
+
+    def error(self) -> CurvlabError:
+        """The error that the other ranks raise: of the same class where it is one of curvlab's."""
+        made: CurvlabError = getattr(exceptions, self.kind, RankError)(f"rank {self.rank}: {self.message}")
+        return made
+
+
+def failure_of(error: Exception, rank: int) -> Failure:
+    """The failure that stands for `error`."""
+    named = [c.__name__ for c in type(error).__mro__ if c.__module__ == exceptions.__name__]
+    text = str(error) if named else f"{type(error).__name__}: {error}"
+    return Failure(rank, named[0] if named else RankError.__name__, text)
+
+
+class Communicator(ABC):
+    """Some ranks, seen from one of them."""
+
+    @property
+    @abstractmethod
+    def process_group(self) -> ProcessGroup | None:
+        """The process group of the ranks; None for a process alone."""
+
+    @property
+    @abstractmethod
+    def rank(self) -> int:
+        """This process's place among the ranks."""
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """Number of ranks."""
+
+    @abstractmethod
+    def sums(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Σ_r of each tensor, all of one dtype in a single message."""
+
+    @abstractmethod
+    def gather_rows(self, tensor: Tensor, counts: Sequence[int]) -> Tensor:
+        """The rows of all ranks, in their order; rank r has `counts[r]` of them."""
+
+    @abstractmethod
+    def gather_objects(self, value: T) -> list[T]:
+        """The values of all ranks; small ones, since they are pickled."""
+
+    @abstractmethod
+    def broadcast(
+        self, tensors: Sequence[Tensor], like: Sequence[TensorLike], source: int, device: torch.device
+    ) -> list[Tensor]:
+        """The tensors of rank `source`, whose shapes and dtypes all ranks know from `like`."""
+
+    @abstractmethod
+    def first_rank(self, function: Callable[[], T]) -> T:
+        """What `function` returns on the first rank, pickled to all; its error is raised on all."""
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Σ_r of one tensor."""
+        return self.sums([tensor])[0]
+
+    def any(self, flag: bool, device: torch.device) -> bool:
+        """Whether the flag is set on any rank."""
+        return bool(self.sum(torch.tensor([int(flag)], device=device)) > 0)
+
+    def collect(self, function: Callable[[], T]) -> list[T]:
+        """What `function` returns on each rank; where it raises on one, all raise instead of waiting."""
+        value: T | Failure
+        failed: Exception | None = None
+        try:
+            value = function()
+        except Exception as error:
+            failed, value = error, failure_of(error, self.rank)
+        values = self.gather_objects(value)
+        if failed is not None:
+            raise failed
+        for found in values:
+            if isinstance(found, Failure):
+                raise found.error()
+        return values  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class LocalCommunicator(Communicator):
+    """A process alone: nothing is sent, and every operation returns what it is given.
+
+    >>> LOCAL.sum(torch.tensor(2.0)), LOCAL.gather_objects("mine")
+    (tensor(2.), ['mine'])
+    """
+
+    @property
+    def process_group(self) -> ProcessGroup | None:
+        return None
+
+    @property
+    def rank(self) -> int:
+        return 0
+
+    @property
+    def size(self) -> int:
+        return 1
+
+    def sums(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return list(tensors)
+
+    def gather_rows(self, tensor: Tensor, counts: Sequence[int]) -> Tensor:
+        return tensor
+
+    def gather_objects(self, value: T) -> list[T]:
+        return [value]
+
+    def broadcast(
+        self, tensors: Sequence[Tensor], like: Sequence[TensorLike], source: int, device: torch.device
+    ) -> list[Tensor]:
+        return list(tensors)
+
+    def first_rank(self, function: Callable[[], T]) -> T:
+        return function()
+
+    def any(self, flag: bool, device: torch.device) -> bool:
+        return flag
+
+
+LOCAL = LocalCommunicator()
+
+
+@dataclass(frozen=True)
+class ProcessGroupCommunicator(Communicator):
+    """The ranks of a torch.distributed process group."""
+
+    group: ProcessGroup
+
+    @property
+    def process_group(self) -> ProcessGroup | None:
+        return self.group
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self.group)
+
+    @property
+    def size(self) -> int:
+        return dist.get_world_size(self.group)
+
+    def sums(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        result: list[Tensor] = list(tensors)
+        for indices in _by_dtype(tensors):
+            flat = torch.cat([tensors[i].reshape(-1) for i in indices])
+            dist.all_reduce(flat, group=self.group)
+            _put(result, indices, flat, [tuple(tensors[i].shape) for i in indices])
+        return result
+
+    def gather_rows(self, tensor: Tensor, counts: Sequence[int]) -> Tensor:
+        longest = max(counts)
+        padded = tensor.contiguous()
+        if len(tensor) < longest:
+            padded = tensor.new_zeros(longest, *tensor.shape[1:])
+            padded[: len(tensor)] = tensor
+        joined = tensor.new_empty(self.size, longest, *tensor.shape[1:])
+        dist.all_gather(list(joined), padded, group=self.group)
+        if min(counts) == longest:
+            return joined.flatten(0, 1)
+        return torch.cat([part[:count] for part, count in zip(joined, counts, strict=True)])
+
+    def gather_objects(self, value: T) -> list[T]:
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def broadcast(
+        self, tensors: Sequence[Tensor], like: Sequence[TensorLike], source: int, device: torch.device
+    ) -> list[Tensor]:
+        mine = self.rank == source
+        result: list[Tensor] = [torch.empty(0)] * len(like)
+        for dtype in dict.fromkeys(dtype for _, dtype in like):
+            indices = [i for i, (_, d) in enumerate(like) if d == dtype]
+            shapes = [like[i][0] for i in indices]
+            # Not every backend sends booleans.
+            sent = torch.uint8 if dtype == torch.bool else dtype
+            if mine:
+                flat = torch.cat([tensors[i].reshape(-1) for i in indices]).to(sent)
+            else:
+                flat = torch.empty(sum(torch.Size(s).numel() for s in shapes), dtype=sent, device=device)
+            dist.broadcast(flat, group=self.group, group_src=source)
+            _put(result, indices, flat.to(dtype), shapes)
+        return result
+
+    def first_rank(self, function: Callable[[], T]) -> T:
+        value: T | None = None
+        failed: Exception | None = None
+        if self.rank == 0:
+            try:
+                value = function()
+            except Exception as error:
+                failed = error
+        told = [(value, None if failed is None else failure_of(failed, 0))]
+        dist.broadcast_object_list(told, group=self.group, group_src=0)
+        if failed is not None:
+            raise failed
+        if told[0][1] is not None:
+            raise told[0][1].error()
+        return told[0][0]  # type: ignore[return-value]
+
+
+def communicator_of(process_group: ProcessGroup | None) -> Communicator:
+    """The ranks of a process group; without one, this process alone."""
+    return LOCAL if process_group is None else ProcessGroupCommunicator(process_group)
+
+
+def _by_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:
+    groups: dict[torch.dtype, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        groups.setdefault(tensor.dtype, []).append(index)
+    return list(groups.values())
+
+
+def _put(result: list[Tensor], indices: Sequence[int], flat: Tensor, shapes: Sequence[Shape]) -> None:
+    parts = flat.split([torch.Size(shape).numel() for shape in shapes])
+    for index, part, shape in zip(indices, parts, shapes, strict=True):
+        result[index] = part.reshape(shape)

@@ -1,0 +1,185 @@
+"""Rules of the house: what may import what, which names stay, and how far one call walks."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import curvlab
+
+PACKAGE = Path(curvlab.__file__).parent
+Graph = dict[str, set[str]]
+
+# A cycle that is allowed, as the set of its modules or packages, with the reason.
+ALLOWED_CYCLES: dict[frozenset[str], str] = {}
+# A command imports the studies when it is called, so that `--help` stays fast; nothing imports the commands.
+NOT_LOOKED_AT = "curvlab.cli"
+
+
+def module_files(package: Path = PACKAGE) -> dict[str, Path]:
+    """The package's modules by name; a package's name is that of its `__init__`."""
+    found = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return {name: path for name, path in found.items() if not within(name, NOT_LOOKED_AT)}
+
+
+def within(name: str, package: str) -> bool:
+    return name == package or name.startswith(f"{package}.")
+
+
+def imports_of(source: str, known: Iterable[str]) -> Iterator[str]:
+    """The known modules that a source imports anywhere: at its top, in a function or for type checking."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None and not node.level:
+            inner = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name in known else node.module for name in inner]
+        else:
+            continue
+        yield from (name for name in names if name in known)
+
+
+def import_graph(files: Mapping[str, Path]) -> Graph:
+    """What each module imports; an import from another package also runs that package's `__init__`."""
+    graph: Graph = {}
+    for name, path in files.items():
+        found = set(imports_of(path.read_text(encoding="utf-8"), files))
+        parents = {p for target in found for p in packages_of(target) if not within(name, p)}
+        graph[name] = (found | parents) - {name}
+    return graph
+
+
+def packages_of(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts))]
+
+
+def rooms(graph: Graph) -> Graph:
+    """The same graph between the packages and modules directly below the root."""
+
+    def room(name: str) -> str:
+        return ".".join(name.split(".")[:2])
+
+    merged: Graph = {}
+    for name, targets in graph.items():
+        merged.setdefault(room(name), set()).update({room(t) for t in targets} - {room(name)})
+    return merged
+
+
+def cycles(graph: Graph) -> list[frozenset[str]]:
+    """The sets of nodes that reach each other."""
+    reached = {name: reachable(graph, name) for name in graph}
+    groups = {frozenset(b for b in reached[a] if a in reached[b]) for a in graph if a in reached[a]}
+    return sorted(groups, key=sorted)
+
+
+def reachable(graph: Graph, start: str) -> set[str]:
+    found: set[str] = set()
+    waiting = list(graph[start])
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.add(name)
+            waiting += graph[name]
+    return found
+
+
+def test_a_cycle_through_an_import_in_a_function_is_found(tmp_path: Path) -> None:
+    package = tmp_path / "curvlab"
+    (package / "b").mkdir(parents=True)
+    for name, text in {
+        "__init__.py": "",
+        "a.py": "from curvlab.b.leaf import x",
+        "b/__init__.py": "from curvlab.b import user",
+        "b/leaf.py": "x = 1",
+        "b/user.py": "def use():\n    from curvlab import a",
+        "c.py": "import curvlab.a",
+    }.items():
+        (package / name).write_text(text)
+    graph = import_graph(module_files(package))
+    assert cycles(graph) == [frozenset({"curvlab.a", "curvlab.b", "curvlab.b.user"})]
+    assert cycles(rooms(graph)) == [frozenset({"curvlab.a", "curvlab.b"})]
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    found = cycles(import_graph(module_files()))
+    assert [sorted(cycle) for cycle in found if cycle not in ALLOWED_CYCLES] == []
+
+
+def test_no_package_imports_itself_by_way_of_others() -> None:
+    found = cycles(rooms(import_graph(module_files())))
+    assert [sorted(cycle) for cycle in found if cycle not in ALLOWED_CYCLES] == []
+
+
+# Public attributes of the first release: each keeps working, or warns for one release before it goes.
+PUBLIC = {
+    "Problem": (
+        "batches criterion examples gradient loss model network recording recordings streamed tensors "
+        "total_weight versions with_data empty_like"
+    ),
+    "Curvature": (
+        "blocks check_fresh criterion definiteness diagonal eigvalsh exact flat_product frame frobenius_norm "
+        "full_product layers live load matrix_free nbytes notes numel provider psd save to to_dense to_scipy "
+        "trace versions"
+    ),
+    "Solution": "add_to blocks check damping direction frame predicted_reduction provider solver trace",
+    "SecondOrder": "adapt alpha ema max_grad_norm on_solution process_group refresh_every",
+}
+OLD_NAMES: dict[str, Callable[[curvlab.Problem], object]] = {
+    "on": lambda problem: problem.on(torch.zeros(2, 4), torch.tensor([0, 1])).examples() == 2,
+    "without_rows": lambda problem: problem.without_rows().examples() == 0,
+    "joint": lambda problem: problem.joint is None,
+}
+
+
+@pytest.fixture(scope="module")
+def instances() -> dict[str, object]:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Sigmoid(), nn.Linear(3, 2))
+    problem = curvlab.Problem(model, "cross-entropy", torch.ones(5, 4), torch.tensor([0, 1, 0, 1, 0]))
+    curvature = curvlab.estimate("pch-1", problem)
+    solution = curvlab.solve("ea-cg", curvature, problem.gradient(), alpha=0.1)
+    made = (problem, curvature, solution, curvlab.optim.SecondOrder(model, "cross-entropy"))
+    return {type(one).__name__: one for one in made}
+
+
+@pytest.mark.parametrize(("owner", "name"), [(o, n) for o, names in PUBLIC.items() for n in names.split()])
+def test_public_attributes_are_there_and_warn_of_nothing(
+    instances: dict[str, object], owner: str, name: str
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DeprecationWarning)
+        getattr(instances[owner], name)
+
+
+@pytest.mark.parametrize("name", OLD_NAMES)
+def test_old_names_of_a_problem_work_and_warn(instances: dict[str, object], name: str) -> None:
+    problem = instances["Problem"]
+    assert isinstance(problem, curvlab.Problem)
+    with pytest.warns(DeprecationWarning, match=rf"Problem\.{name} is now called .*next release") as caught:
+        works = OLD_NAMES[name](problem)
+    assert works
+    # The line to change is that of the caller.
+    assert [Path(one.filename).name for one in caught] == [Path(__file__).name]
+
+
+# Files that one call may enter, counted by `python -m benchmarks.walk`.
+FILES_ENTERED = {"problem": 10, "estimate": 15}
+
+
+@pytest.mark.parametrize("walk", FILES_ENTERED)
+def test_a_call_does_not_walk_through_more_files_than_it_should(walk: str) -> None:
+    command = [sys.executable, "-m", "benchmarks.walk", walk, "--files"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
+    files = [line.strip() for line in told.stdout.splitlines() if line.startswith("    ")]
+    assert len(files) <= FILES_ENTERED[walk], files
