@@ -7,12 +7,12 @@
 C is 3072-1024-…-10 with batch 500, I is 150528-1024-…-10 with batch 100, on random data. Times are
 medians (and interquartile ranges) of repetitions that take turns; nothing is remembered between solves.
 Ratios are given by the clock and by processor time, which other programs on the machine change little; the
-verdict is on the latter. The explicit forms make many matrices of the weight's size, and on Linux up to half
+verdict is on the latter. The textbook forms make many matrices of the weight's size, and on Linux up to half
 of their time is page faults, as the heap happens to lie; `--keep-memory` spares both forms most of them (see
 `curvlab.measure.device.keep_freed_memory`).
 
 The tables: `solves`, default against `formulation="explicit"`, from the curvature to the direction: of
-tensors, the gradient that the paper's equations start from, and of factors, where the explicit form (and the
+tensors, the gradient that the paper's equations start from, and of factors, where the textbook form (and the
 default, where its route is dense) multiplies them first; `steps`, pass, curvature, solve and update against
 a torch.optim.SGD(momentum=0.9) step; `memory`, their peak tensor bytes, network included; `routes`, what the
 cost model chose against every forced route (see `benchmarks.route_cost`).
@@ -45,7 +45,7 @@ METHODS = (("pch-1", "ea-cg"), ("pch-1", "kfi"), ("fisher", "kfi"))
 
 @dataclass(frozen=True)
 class Speedup:
-    """A solver, its damping, and how much faster than its explicit form it is to be for such a gradient."""
+    """A solver, its damping, and how much faster than its textbook form it is to be for such a gradient."""
 
     label: str
     solver: CG | KFI
@@ -56,7 +56,7 @@ class Speedup:
 
 # EA-CG's damping is so small that no block is solved to the last digit before the 20th iteration, in either
 # form (the table says how many were made): what an iteration costs does not depend on it. An exact KFI is
-# held to its limit with the gradient of the batch, which is what it is for. On I, the E[hhᵀ] of an explicit
+# held to its limit with the gradient of the batch, which is what it is for. On I, the E[hhᵀ] of a textbook
 # KFI alone would take 91 GB.
 TWENTY = EACG(max_iter=20, tol=0.0)
 SPEEDUPS = {
@@ -82,7 +82,7 @@ def milliseconds(timing: Timing) -> str:
 
 
 def solve_rows(network: str, problem: Problem, repetitions: int, gradients: Sequence[str]) -> list[Row]:
-    """Default against explicit, with the gradient in factors (explicit forms it) or as tensors."""
+    """Sample space against textbook, with the gradient in factors (the textbook forms it) or as tensors."""
     gradient, curvature = problem.gradient(), curvlab.estimate("pch-1", problem)
     formed = dict(gradient.items())
     # Made ahead, so that the copying is not timed.

@@ -1,6 +1,13 @@
 """``python -m curvlab``: the same as the console script ``curvlab``."""
 
-from curvlab.cli import main
+import os
+import sys
 
 if __name__ == "__main__":
+    if not sys.flags.safe_path and sys.path[:1] == [os.getcwd()]:
+        # Python has put the working folder first: at the end its files hide no module that curvlab imports.
+        sys.path.append(sys.path.pop(0))
+
+    from curvlab.cli import main
+
     main()

@@ -10,15 +10,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from os import PathLike
-from pathlib import Path
+from os import PathLike, fspath
 from typing import Any
-from uuid import uuid4
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from curvlab.files import replaced
 from curvlab.linalg import DenseFactor, Factor, GramFactor, RankOneFactor
 from curvlab.linalg.inputs import InputFactors
 
@@ -58,13 +57,8 @@ class Packed:
 def save_packed(packed: Packed, path: str | PathLike[str]) -> None:
     """Write a packed curvature to `path`; where that fails, what was there before stays."""
     header = json.dumps({"format": FORMAT, **packed.header})
-    target = Path(path)
-    scratch = target.with_name(f".{target.name}.{uuid4().hex}")
-    try:
-        save_file(_unshared(packed.tensors), scratch, metadata={"curvlab": header})
-        scratch.replace(target)
-    finally:
-        scratch.unlink(missing_ok=True)
+    with replaced(fspath(path)) as temporary:
+        save_file(_unshared(packed.tensors), temporary, metadata={"curvlab": header})
 
 
 def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

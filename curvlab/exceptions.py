@@ -13,6 +13,8 @@ __all__ = [
     "DataError",
     "DataFolderError",
     "ExecutorError",
+    "FileWriteError",
+    "FolderInUseError",
     "MatrixFreeError",
     "NoRowsError",
     "PairError",
@@ -78,6 +80,14 @@ class StoreError(CurvlabError, RuntimeError):
 
 class ResultsFolderError(StoreError):
     """A results folder that was named and holds no results, or cannot be written to: name another."""
+
+
+class FileWriteError(StoreError, OSError):
+    """A file that cannot be written, locked or set aside: names it and the reason."""
+
+
+class FolderInUseError(StoreError):
+    """A results folder that another run holds: names the process, its command and since when."""
 
 
 class UserCodeError(CurvlabError, RuntimeError):

@@ -8,7 +8,7 @@ the solvers' directions share.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, Literal, Protocol, TypeVar
 
@@ -91,6 +91,10 @@ class RowGradient:
         """G itself."""
         return (self.gradients.rows * self.gradients.root.square()[:, None]).T @ self.inputs.rows
 
+    def map(self, function: Callable[[Tensor], Tensor]) -> RowGradient:
+        """The same gradient with `function`, a conversion or a copy, applied to each of its tensors."""
+        return RowGradient(self.gradients.map(function), self.inputs.map(function))
+
     def square_norm(self) -> Tensor:
         """‖G‖² = Σ (S Sᵀ ⊙ H Hᵀ), weighted, with no G."""
         return (self.gradients.gram * self.inputs.gram).sum().clamp(min=0)
@@ -105,6 +109,15 @@ class Gradient(LazyTensors[Tensor | RowGradient]):
     @staticmethod
     def _form(entry: Tensor | RowGradient) -> Tensor:
         return entry.form() if isinstance(entry, RowGradient) else entry
+
+    def to(self, *args: torch.device | torch.dtype | str, **kwargs: object) -> Gradient:
+        """The same gradient on another device or in another dtype, entries in factors kept so."""
+
+        def convert(tensor: Tensor) -> Tensor:
+            return tensor.to(*args, **kwargs)  # type: ignore[call-overload]
+
+        held = self._entries.items()
+        return Gradient({n: e.map(convert) if isinstance(e, RowGradient) else convert(e) for n, e in held})
 
     def norm(self) -> Tensor:
         """‖E[∇ξ]‖ over all parameters, with no weight gradient formed."""

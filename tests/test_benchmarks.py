@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import curvlab
-from benchmarks import base, errors, providers, solvers, steps, workload
-from curvlab.measure import timing
+from benchmarks import base, errors, plateau, providers, solvers, steps, workload
+from curvlab.measure import device, timing
 from curvlab.solvers import EACG
 
 MODULES = (errors, providers, solvers, steps)
@@ -50,7 +50,7 @@ def own_networks():
 
 @pytest.fixture
 def no_accelerator(monkeypatch):
-    monkeypatch.setattr("curvlab.measure.device.available", lambda: ["cpu"])
+    monkeypatch.setattr(device, "available", lambda: ["cpu"])
 
 
 @pytest.mark.parametrize("suite", SUITES)
@@ -176,3 +176,20 @@ def test_a_slowed_solver_shows_in_the_ratio(monkeypatch):
 
     monkeypatch.setattr(EACG, "apply", slowed)
     assert measure() > 2 * before
+
+
+def test_class_balanced_batches_have_every_class_equally_often_and_no_example_twice():
+    labels = torch.arange(230) % 10  # 23 of each class
+    order = plateau.balanced_order(labels, seed=0, epoch=0)
+    assert labels[order].reshape(-1, 10).sort(dim=1).values.unique(dim=0).tolist() == [list(range(10))]
+    assert order.sort().values.tolist() == list(range(230))
+    assert not torch.equal(order, plateau.balanced_order(labels, seed=0, epoch=1))
+
+
+def test_a_plateau_trial_says_after_how_many_updates_the_running_loss_fell():
+    trial = plateau.Trial("second-order[lr=0.1,alpha=0.01]", 100, seed=0, limit=60, data="digits")
+    found = plateau.run(trial, None)
+    assert plateau.WINDOW <= found["left"] == found["updates"] < 60
+    assert found["running_loss"] < plateau.LEFT
+    stuck = plateau.run(plateau.Trial("sgd[lr=1e-6]", 100, seed=0, limit=21, data="digits"), None)
+    assert (stuck["left"], stuck["updates"]) == (None, 21)

@@ -346,7 +346,7 @@ def test_a_full_disk_is_a_sentence_and_leaves_a_store_that_resumes(tmp_path):
         [sys.executable, "-c", FULL_DISK, *arguments], capture_output=True, text=True, check=False
     )
     assert full.returncode == 1, full.stderr
-    assert "What was stored before is whole" in full.stderr
+    assert "What was stored before is unchanged" in full.stderr
     assert "Traceback" not in full.stderr
     kept = (tmp_path / "results.jsonl").read_bytes()
     assert 0 < len(kept) <= 4096

@@ -6,17 +6,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from curvlab.linalg.cg import CGResult, Outcome, conjugate_gradients
+from curvlab.linalg.cg import CGResult, Outcome, SymmetricOperator, conjugate_gradients
 from tests.test_linalg_factors import close, gram, randn
 
 
-class Columns:
-    """One system a column."""
+class Columns(SymmetricOperator):
+    """One system per column, each with a matrix of its own."""
+
+    def __init__(self, matrices: list[Tensor]) -> None:
+        self.matrices = matrices
+
+    def matmul(self, x: Tensor) -> Tensor:
+        return torch.stack([m @ column for m, column in zip(self.matrices, x.T, strict=True)], dim=1)
 
     def dot(self, x: Tensor, y: Tensor) -> Tensor:
         return (x * y).sum(0)
 
-    def peak(self, x: Tensor) -> Tensor:
+    def max_abs(self, x: Tensor) -> Tensor:
         return x.abs().amax(0)
 
     def spread(self, scalars: Tensor) -> Tensor:
@@ -24,13 +30,9 @@ class Columns:
 
 
 def solve(matrices: list[Tensor], b: Tensor, **options: object) -> CGResult:
-    """One system a column, each with a matrix of its own."""
-
-    def operator(x: Tensor) -> Tensor:
-        return torch.stack([m @ column for m, column in zip(matrices, x.T, strict=True)], dim=1)
-
+    """One system per column."""
     defaults: dict[str, object] = {"max_iter": 200, "tol": 1e-13}
-    return conjugate_gradients(operator, b, Columns(), **(defaults | options))  # type: ignore[arg-type]
+    return conjugate_gradients(Columns(matrices), b, **(defaults | options))  # type: ignore[arg-type]
 
 
 def definite(n: int, seed: int) -> Tensor:

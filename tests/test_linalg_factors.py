@@ -21,7 +21,7 @@ from curvlab.linalg import (
 )
 from curvlab.linalg.inputs import InputFactors
 from curvlab.linalg.norms import frobenius_norm
-from curvlab.linalg.product import Combination, RowProduct, add_into, checksum, form, magnitude
+from curvlab.linalg.steps import Combination, RowProduct, as_step
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -177,12 +177,12 @@ def test_a_row_product_is_the_matrix_it_stands_for(columns: int) -> None:
     matrix = coefficients @ (factor.root[:, None] * factor.rows)
     other = RowProduct(randn(3, 4, seed=6), factor)
     assert product.shape == tuple(matrix.shape)
-    close(form(product), matrix)
+    close(product.form(), matrix)
     close(product.square_norm(), matrix.square().sum())
-    close(product.dot(other), (matrix * form(other)).sum())
+    close(product.dot(other), (matrix * other.form()).sum())
     for value in (product, matrix):
         target = torch.ones(3, columns, dtype=torch.float64)
-        add_into(target, value, 0.5)
+        as_step(value).add_into(target, 0.5)
         close(target, 1 + 0.5 * matrix)
 
 
@@ -192,9 +192,9 @@ def test_a_combination_is_the_matrix_it_stands_for_and_leaves_its_parts_alone() 
     combination = Combination(torch.tensor(-0.3, dtype=torch.float64), given, left, right)
     matrix = -0.3 * given + left @ right
     assert combination.shape == (3, 7)
-    close(form(combination), matrix)
+    close(combination.form(), matrix)
     target = torch.ones(3, 7, dtype=torch.float64)
-    add_into(target, combination, 0.5)
+    combination.add_into(target, 0.5)
     close(target, 1 + 0.5 * matrix)
     assert torch.equal(given, before)
 
@@ -206,12 +206,12 @@ def test_a_matrix_that_is_not_formed_says_how_large_it_is_and_whether_it_is_fini
     )
     product = RowProduct(randn(3, 4).float(), GramFactor(randn(4, 7).float(), torch.full((4,), 0.5)))
     for value in (combination, product, randn(3, 7)):
-        assert float(magnitude(value)) >= float(form(value).abs().max())
-        assert bool(torch.isfinite(checksum(value)))
+        assert float(as_step(value).magnitude()) >= float(as_step(value).form().abs().max())
+        assert bool(torch.isfinite(as_step(value).checksum()))
     for spoiled in (combination.left, product.coefficients):
         spoiled[1, 1] = bad
     for value in (combination, product, replace(combination, scale=torch.tensor(bad))):
-        assert not bool(torch.isfinite(checksum(value)))
+        assert not bool(torch.isfinite(as_step(value).checksum()))
 
 
 def test_the_norm_of_many_float32_entries_is_good_to_rounding() -> None:

@@ -34,7 +34,7 @@ def parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def direction(model, inputs, targets, provider="pch-1", solver="ea-cg", alpha=0.05):
+def direction(model, inputs, targets, provider="pch-1", solver="ea-cg", alpha=0.01):
     problem = curvlab.Problem(model, "cross-entropy", inputs, targets)
     solution = curvlab.solve(solver, curvlab.estimate(provider, problem), problem.gradient(), alpha=alpha)
     return dict(solution.direction)
@@ -207,7 +207,7 @@ def test_refresh_keeps_the_curvature_between_estimates():
             layers = curvlab.estimate("pch-1", problem).to(torch.float64)
         before = parameters(model)
         expected = dict(
-            curvlab.solve("kfi", _unstamped(layers), dict(problem.gradient()), alpha=0.05).direction
+            curvlab.solve("kfi", _unstamped(layers), dict(problem.gradient()), alpha=0.01).direction
         )
         given = x.clone()
         optimizer.step(given, y)

@@ -233,7 +233,7 @@ def test_sections_without_data_are_left_out(tmp_path: Path) -> None:
 
 def test_an_unwritable_folder_is_said_in_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "figures").write_text("a file where a folder should be")
-    with pytest.raises(StoreError, match=r"cannot write .*figures.*What was stored before is whole"):
+    with pytest.raises(StoreError, match=r"cannot write .*figures.*What was stored before is unchanged"):
         write_report(comparison(), tmp_path)
 
 

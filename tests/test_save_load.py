@@ -10,7 +10,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import curvlab
-from curvlab.exceptions import MatrixFreeError
+from curvlab import curvature_io
+from curvlab.exceptions import CurvlabError, FileWriteError, MatrixFreeError
 from tests.cases import Case
 from tests.test_streaming import split
 
@@ -85,8 +86,15 @@ def test_a_write_that_fails_leaves_the_file_that_was_there(
         target.write_bytes(b"torn")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("curvlab.curvature_io.save_file", full_disk)
-    with pytest.raises(OSError, match="No space left"):
+    monkeypatch.setattr(curvature_io, "save_file", full_disk)
+    with pytest.raises(OSError, match="No space left") as raised:
         curvlab.estimate("fisher", problem).save(path)
+    assert isinstance(raised.value, CurvlabError)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "missing" / "curvature.safetensors"
+    with pytest.raises(FileWriteError, match=r"cannot write .*missing.*: .*No such file"):
+        curvlab.estimate("pch-1", Case().build()[0]).save(path)

@@ -12,7 +12,7 @@ import curvlab
 from curvlab.exceptions import PairError, SolveError
 from curvlab.linalg import GramFactor
 from curvlab.linalg.inputs import InputFactors
-from curvlab.linalg.product import form
+from curvlab.linalg.steps import as_step
 from curvlab.solvers import CG, EACG, KFI, Exact, LayerGradient, Solver
 from tests.solver_cases import SOLVERS, WIDE, problem
 
@@ -34,10 +34,10 @@ def test_ea_cg_prepared_for_the_own_batch_solves_for_another_gradient_all_the_sa
     own, foreign = (q.gradient().factored("0.weight") for q in (p, other))
     solver = EACG(route="sample", max_iter=50, tol=1e-14)
     state = solver.prepare(layer, curvlab.Mixed(0.1), LayerGradient(own, None))
-    found = form(solver.apply(state, LayerGradient(foreign, None)).weight)
+    found = as_step(solver.apply(state, LayerGradient(foreign, None)).weight).form()
     dense = EACG(route="dense", max_iter=50, tol=1e-14)
     given = LayerGradient(foreign.form(), None)
-    expected = form(dense.apply(dense.prepare(layer, curvlab.Mixed(0.1), given), given).weight)
+    expected = as_step(dense.apply(dense.prepare(layer, curvlab.Mixed(0.1), given), given).weight).form()
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-14)
 
 

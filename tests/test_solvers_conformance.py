@@ -12,7 +12,7 @@ import torch
 import curvlab
 from curvlab import registry
 from curvlab.exceptions import PairError, SpecError
-from curvlab.linalg.product import form
+from curvlab.linalg.steps import as_step
 from curvlab.solvers import EACG, KFI, LayerDirection, LayerGradient, Solver, solvers
 from curvlab.testing import check_solver
 from curvlab.testing.solver_checks import ON_A_CURVATURE, ON_THE_SOLVER
@@ -47,14 +47,14 @@ class Changed(KFI):
 
 
 def times(found: LayerDirection, factor: float) -> LayerDirection:
-    weight = None if found.weight is None else form(found.weight) * factor
+    weight = None if found.weight is None else as_step(found.weight).form() * factor
     return replace(found, weight=weight, bias=None if found.bias is None else found.bias * factor)
 
 
 @dataclass(frozen=True)
 class Misshapen(Changed):
     def change(self, found: LayerDirection, gradient: LayerGradient) -> LayerDirection:
-        return replace(found, weight=None if found.weight is None else form(found.weight).T)
+        return replace(found, weight=None if found.weight is None else as_step(found.weight).form().T)
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Ascending(Changed):
 @dataclass(frozen=True)
 class Restless(Changed):
     def change(self, found: LayerDirection, gradient: LayerGradient) -> LayerDirection:
-        return replace(found, weight=None if found.weight is None else form(found.weight) - 1e-9)
+        return replace(found, weight=None if found.weight is None else as_step(found.weight).form() - 1e-9)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 
 import curvlab
 from curvlab import Additive, Mixed
-from curvlab.solvers.pi import split
+from curvlab.solvers.damping import split_damping
 from tests.solver_cases import WIDE, assert_close, dense_solve, pi_of, problem, written_out
 
 ALPHA = 0.05
@@ -64,12 +64,12 @@ def test_a_pi_that_is_not_positive_is_refused(pi: float) -> None:
 
 @pytest.mark.parametrize("traces", [(0.0, 1.0), (1.0, 0.0), (0.0, 0.0)])
 def test_pi_is_one_where_a_trace_is_zero(traces: tuple[float, float]) -> None:
-    chosen = split(torch.tensor(traces[0]), 3, torch.tensor(traces[1]), 2)
+    chosen = split_damping(torch.tensor(traces[0]), 3, torch.tensor(traces[1]), 2)
     assert (float(chosen.pi), bool(chosen.clamped)) == (1.0, False)
 
 
 def test_pi_survives_traces_whose_ratio_overflows() -> None:
-    chosen = split(torch.tensor(1e30), 1, torch.tensor(1e-30), 1)
+    chosen = split_damping(torch.tensor(1e30), 1, torch.tensor(1e-30), 1)
     assert (float(chosen.pi), bool(chosen.clamped)) == (1e6, True)
 
 

@@ -9,6 +9,7 @@ import curvlab
 from curvlab import Additive, Mixed
 from tests.solver_cases import (
     KRONECKER,
+    MEAN,
     NARROW,
     ROUTES,
     SOLVERS,
@@ -79,9 +80,10 @@ def test_the_explicit_formulation_solves_the_documented_system(solver: str, name
 
 @pytest.mark.parametrize("route", ["sample", "row", "dense"])
 @pytest.mark.parametrize("solver", SOLVERS)
-def test_the_forced_route_is_recorded(solver: str, route: str) -> None:
+def test_the_route_that_ran_is_recorded(solver: str, route: str) -> None:
+    """The row space of the mean input factor is one vector: `row` runs as `dense` there."""
     p = problem(**WIDE)
     frame = curvlab.solve(
         f"{solver}[route={route}]", curvlab.estimate("pch-1", p), p.gradient(), alpha=ALPHA
     ).frame()
-    assert set(frame["route"]) == {route}
+    assert set(frame["route"]) == {"dense" if solver in MEAN and route == "row" else route}

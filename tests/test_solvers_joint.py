@@ -10,7 +10,7 @@ import torch
 
 import curvlab
 from curvlab.linalg import cg
-from curvlab.solvers import EACG, LayerDirection, LayerGradient
+from curvlab.solvers import EACG, LayerDirection, LayerGradient, conjugate_gradients
 from tests.solver_cases import NARROW, WIDE, assert_close, problem
 
 # The layers differ in width, and in how many iterations they take.
@@ -35,7 +35,7 @@ def iterations_run(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         runs.append(len(result.residuals) - 1)
         return result
 
-    monkeypatch.setattr("curvlab.solvers.conjugate_gradients.conjugate_gradients", counted)
+    monkeypatch.setattr(conjugate_gradients, "conjugate_gradients", counted)
     return runs
 
 

@@ -9,9 +9,9 @@ import curvlab
 from curvlab.gradient import RowGradient
 from curvlab.linalg import GramFactor
 from curvlab.linalg.inputs import InputFactors
-from curvlab.solvers.checks import check_gradient
-from curvlab.solvers.mean_side import MeanSide
-from curvlab.solvers.sides import EigenSide, RowSide
+from curvlab.measure import device
+from curvlab.solvers.input_coordinates import EigenCoordinates, MeanCoordinates, RowCoordinates
+from curvlab.solvers.solve import check_gradient
 from tests.solver_cases import NARROW, SOLVERS, WIDE, assert_close, problem
 from tests.test_linalg_factors import randn
 
@@ -62,10 +62,10 @@ def test_the_part_outside_the_input_factor_keeps_its_norm_however_seldom_is_read
     inputs = GramFactor(randn(4, 9).float(), root)
     gradients = [GramFactor(randn(4, 3, seed=1).float() * scale, root) for scale in (1.0, size)]
     plain, large = (RowGradient(rows, inputs) for rows in gradients)
-    sides = [MeanSide(InputFactors(inputs), "sample"), MeanSide(InputFactors(inputs), "dense")]
-    for side in [*sides, RowSide(inputs)]:
-        monkeypatch.setattr("curvlab.measure.device.read_interval", lambda tensor: reads)
-        expected, found = side.coordinates(plain), side.coordinates(large)
+    sides = [MeanCoordinates(InputFactors(inputs), "sample"), MeanCoordinates(InputFactors(inputs), "dense")]
+    for side in [*sides, RowCoordinates(inputs)]:
+        monkeypatch.setattr(device, "read_interval", lambda tensor: reads)
+        expected, found = side.of(plain), side.of(large)
         assert expected.perp_norm is not None
         assert found.perp_norm is not None
         assert_close(found.x / size, expected.x, 1e-6)
@@ -80,7 +80,7 @@ def test_what_lies_in_the_rounding_of_the_gram_matrix_has_a_size_too() -> None:
     inputs = GramFactor(randn(2, 9).float().repeat(2, 1), root)
     for size in SIZES:
         gradient = RowGradient(GramFactor(randn(4, 3, seed=1).float() * size, root), inputs)
-        perp = EigenSide(inputs).coordinates(gradient).perp_norm
+        perp = EigenCoordinates(inputs).of(gradient).perp_norm
         assert perp is not None
         assert 0 < float(perp / size) < 1e-2
 

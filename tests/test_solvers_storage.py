@@ -7,6 +7,7 @@ import torch
 
 import curvlab
 from curvlab.measure.memory import Allocation, track
+from curvlab.solvers import input_coordinates
 from tests.solver_cases import network
 
 WIDTHS, EXAMPLES = (4000, 64, 32, 10), 16
@@ -44,7 +45,7 @@ def test_the_watch_sees_routes_that_form_the_gradient(solver: str) -> None:
 def test_a_step_for_a_formed_gradient_refers_to_it_and_makes_no_other(
     monkeypatch: pytest.MonkeyPatch, solver: str
 ) -> None:
-    monkeypatch.setattr("curvlab.solvers.perpendicular.SPLIT_ELEMENTS", WIDE // 4)
+    monkeypatch.setattr(input_coordinates, "SPLIT_ELEMENTS", WIDE // 4)
     torch.manual_seed(0)
     model = network(WIDTHS, torch.float32)
     x, y = torch.randn(EXAMPLES, WIDTHS[0]), torch.randint(WIDTHS[-1], (EXAMPLES,))

@@ -15,9 +15,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 
-from curvlab.exceptions import StoreError
-from curvlab.studies.store import Store, key_of, merge, write_text_atomic
+from curvlab.cli import main
+from curvlab.exceptions import ResultsFolderError, StoreError
+from curvlab.files import replaced, write_text_atomic
+from curvlab.studies.store import Store, key_of, merge
 
 # Forked, not spawned: a child starts in milliseconds, so a kill can fall on any moment of its work.
 fork = pytest.mark.skipif(
@@ -256,6 +259,50 @@ def test_a_folder_that_cannot_be_made_is_a_store_error(tmp_path):
         write_text_atomic(tmp_path / "file" / "report.md", "text")
 
 
+FOREIGN = [
+    b"epoch,loss\n1,0.5\n",
+    b'{"name": "somebody else\'s", "value": 1}\n{"name": "too"}\n',
+    b'{\n  "pretty": "printed"\n}\n',
+    b'{"one": "document without an end of line"}',
+    b"\xff\xfe\x00 binary",
+    b"\n",
+]
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("data", FOREIGN)
+def test_results_that_something_else_wrote_are_refused_and_left_as_they_are(tmp_path, data, fresh):
+    path = tmp_path / "results.jsonl"
+    path.write_bytes(data)
+    with pytest.raises(ResultsFolderError, match=r"results\.jsonl was not written by curvlab.*-o DIR"):
+        Store(tmp_path, fresh=fresh)
+    assert [p.name for p in tmp_path.iterdir()] == ["results.jsonl"]
+    assert path.read_bytes() == data
+
+
+@pytest.mark.parametrize("command", ["compare", "train", "merge"])
+def test_a_command_on_a_folder_with_results_of_something_else_is_a_usage_error(tmp_path, command):
+    Store(tmp_path / "other").append({"key": "a"})
+    path = tmp_path / "run" / "results.jsonl"
+    path.parent.mkdir()
+    path.write_bytes(FOREIGN[0])
+    words = [str(tmp_path / "other")] if command == "merge" else ["--batch", "10"]
+    for option in [[]] if command == "merge" else [[], ["--fresh"]]:
+        found = CliRunner().invoke(main, [command, *words, *option, "-o", str(path.parent)])
+        assert found.exit_code == 2
+        assert "was not written by curvlab" in found.stderr
+        assert [p.name for p in path.parent.iterdir() if not p.name.startswith(".")] == ["results.jsonl"]
+        assert path.read_bytes() == FOREIGN[0]
+
+
+def test_a_first_row_that_was_torn_is_set_aside_like_any_other(tmp_path):
+    (tmp_path / "results.jsonl").write_text('{"key": "a", "val')
+    with pytest.warns(UserWarning, match="line 1"):
+        store = Store(tmp_path)
+    assert store.rows() == []
+    assert json.loads(store.rejected_path.read_text())["text"] == '{"key": "a", "val'
+
+
 def test_merge_joins_stores_without_doubles_and_reports_conflicts(tmp_path):
     one, two = Store(tmp_path / "one"), Store(tmp_path / "two")
     one.append({"key": "a", "repetition": 0, "value": 1})
@@ -277,3 +324,19 @@ def test_atomic_write_replaces_whole_and_leaves_no_temporary_file(tmp_path):
     write_text_atomic(path, "new – with a dash")
     assert path.read_text(encoding="utf-8") == "new – with a dash"
     assert [p.name for p in path.parent.iterdir()] == ["report.md"]
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt, OSError, ValueError])
+def test_whatever_ends_a_replacement_early_leaves_the_old_file_and_no_temporary_one(tmp_path, end):
+    path = tmp_path / "weights.bin"
+    path.write_bytes(b"old")
+
+    def write() -> None:
+        with replaced(path) as temporary:
+            temporary.write_bytes(b"half of the n")
+            raise end
+
+    with pytest.raises(StoreError if end is OSError else end):
+        write()
+    assert path.read_bytes() == b"old"
+    assert [p.name for p in tmp_path.iterdir()] == ["weights.bin"]

@@ -20,6 +20,7 @@ from torch import nn
 
 from curvlab.exceptions import SpecError, StoreError
 from curvlab.optim import SecondOrder
+from curvlab.studies import curves
 from curvlab.studies.checkpoint import read_checkpoint, write_checkpoint
 from curvlab.studies.setup import Setup
 from curvlab.studies.store import Store
@@ -52,7 +53,7 @@ def test_digits_pass_95_percent_with_the_defaults():
 def test_rows_say_what_a_plain_loop_measures():
     frame = train(small(epochs=2))
     data, model = SMALL.load_data(), SMALL.resolve().build_model()
-    optimizer = SecondOrder(model, "cross-entropy", lr=0.1, alpha=0.05)
+    optimizer = SecondOrder(model, "cross-entropy")
     for epoch in range(3):
         x, y = data.test.all()
         logits = model(x)
@@ -121,7 +122,7 @@ def test_the_folder_holds_configuration_environment_rows_and_curve(tmp_path):
 
 def test_the_learning_curve_names_the_settings_it_was_run_with(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr("curvlab.studies.curves.save_curves", lambda frames, path: drawn.extend(frames))
+    monkeypatch.setattr(curves, "save_curves", lambda frames, path: drawn.extend(frames))
     train(small("sgd[lr=0.03]", epochs=1), tmp_path)
     assert drawn == ["sgd\nlearning rate 0.03, momentum 0.9"]
 
@@ -191,7 +192,7 @@ def test_more_epochs_continue_a_finished_run(tmp_path):
 def test_another_configuration_is_refused_and_fresh_begins_anew(tmp_path):
     train(small(epochs=1), tmp_path)
     other = small("second-order[lr=0.3]", epochs=1)
-    with pytest.raises(SpecError, match=r"optimizer\.lr is `0\.1` there, `0\.3` now.*--fresh"):
+    with pytest.raises(SpecError, match=r"optimizer\.lr is `0\.05` there, `0\.3` now.*--fresh"):
         train(other, tmp_path)
     frame = train(other, tmp_path, fresh=True)
     assert len(frame) == len(Store(tmp_path).rows("epoch")) == 2
@@ -246,7 +247,7 @@ def test_a_broken_checkpoint_is_named(tmp_path):
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(StoreError, match=r"checkpoint\.safetensors.*--fresh"):
         train(small(epochs=1), tmp_path)
-    with pytest.raises(StoreError, match="cannot write the checkpoint"):
+    with pytest.raises(StoreError, match=r"cannot write .*checkpoint\.safetensors"):
         write_checkpoint(tmp_path / "missing" / "checkpoint.safetensors", {})
 
 

@@ -65,7 +65,7 @@ def test_a_tiny_and_a_huge_loss_are_shown_with_their_digits(capsys):
 def test_the_settings_of_the_run_are_told_and_that_they_were_not_tuned(tmp_path):
     result = run("--epochs", "0", "--lr", "0.2", "-o", str(tmp_path))
     told = (
-        "pch-1 + ea-cg: learning rate 0.2, α 0.05, momentum 0, schedule constant; as given or by default, not"
+        "pch-1 + ea-cg: learning rate 0.2, α 0.01, momentum 0, schedule constant; as given or by default, not"
     )
     assert told in result.stderr
 
@@ -118,7 +118,7 @@ def test_another_configuration_in_the_folder_is_a_mistake_too(tmp_path):
     run("--epochs", "0", "--quiet", "-o", str(tmp_path))
     result = run("--epochs", "0", "--alpha", "0.1", "-o", str(tmp_path))
     assert result.exit_code == 2
-    assert "optimizer.alpha is `0.05` there, `0.1` now" in result.stderr
+    assert "optimizer.alpha is `0.01` there, `0.1` now" in result.stderr
     assert run("--epochs", "0", "--alpha", "0.1", "--fresh", "--quiet", "-o", str(tmp_path)).exit_code == 0
 
 

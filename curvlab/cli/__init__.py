@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from curvlab import __version__
 from curvlab.cli.warnings_ import plain_warnings
 from curvlab.exceptions import (
     CurvlabError,
@@ -65,7 +66,7 @@ class _LazyGroup(click.Group):
 @click.group(
     cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
 )
-@click.version_option(package_name="curvlab", message="%(prog)s %(version)s")
+@click.version_option(__version__, message="%(prog)s %(version)s")
 def main() -> None:
     """Curvature analysis and benchmarking for PyTorch.
 

@@ -25,7 +25,6 @@ from curvlab.cli.console import (
 from curvlab.cli.options import grid_options, make_settings, output_options, setup_options
 from curvlab.exceptions import StoreError
 from curvlab.studies.compare import Comparison, Progress, run_comparison
-from curvlab.studies.files import writable_folder
 
 __all__ = ["command", "finish", "show_comparison"]
 
@@ -101,7 +100,7 @@ LEGEND = (
     metavar="DIR",
     help="Folder of results and report.",
 )
-@click.option("--fresh", is_flag=True, help="Measure again what the folder has.")
+@click.option("--fresh", is_flag=True, help="Measure again what the folder has; that is set aside.")
 @click.option("--retry", is_flag=True, help="Measure again what has failed.")
 @output_options
 def command(
@@ -110,8 +109,9 @@ def command(
     """Measure error, time, memory and convergence of every provider with every solver.
 
     Results go to the folder as they are measured: the same command resumes an interrupted comparison, and
-    only shows a finished one. A cell that fails is in the table with its reason, and the exit code is 1; a
-    pair that does not exist is skipped with the reason, which is no failure while another was measured.
+    only shows a finished one; after a change of curvlab's own code it measures again. A cell that fails is
+    in the table with its reason, and the exit code is 1; a pair that does not exist is skipped with the
+    reason, which is no failure while another was measured.
 
     \b
     Examples:
@@ -127,7 +127,6 @@ def command(
       eval "$(_CURVLAB_COMPLETE=bash_source curvlab)"
     """
     settings = make_settings(options)
-    folder = writable_folder(output)
     done = 0
     try:
         with progress_bar(not quiet, "preparing") as show:
@@ -139,18 +138,19 @@ def command(
 
             compared = run_comparison(
                 settings,
-                folder,
+                output,
                 fresh=fresh,
                 retry=retry,
                 executor=executor,
                 on_progress=follow,
             )
     except KeyboardInterrupt:
-        say(f"Interrupted; what was measured is in {folder}, and the same command goes on from there.")
+        again = " without --fresh" if fresh else ""
+        say(f"Interrupted; what was measured is in {output}, and the same command{again} goes on from there.")
         sys.exit(INTERRUPTED)
     if not done and not quiet:
-        say(f"Nothing was measured anew: {folder} had all of it. `--fresh` measures it again.")
-    finish(compared, folder, as_json, quiet)
+        say(f"Nothing was measured anew: {output} had all of it. `--fresh` measures it again.")
+    finish(compared, output, as_json, quiet)
 
 
 def _label(progress: Progress) -> str:

@@ -7,7 +7,6 @@ from pathlib import Path
 import click
 
 from curvlab.cli.console import say
-from curvlab.studies.files import writable_folder
 from curvlab.studies.merging import MergedComparisons, merge_comparisons
 
 __all__ = ["command"]
@@ -31,7 +30,7 @@ def command(folders: tuple[Path, ...], output: Path, quiet: bool) -> None:
       curvlab merge runs/fisher runs/pch -o runs/both
       curvlab report runs/both
     """
-    done = merge_comparisons(folders, writable_folder(output))
+    done = merge_comparisons(folders, output)
     for conflict in done.merged.conflicts:
         named = (conflict.dropped.get(name) for name in ("kind", "provider", "solver", "optimizer"))
         say(f"conflict: {' '.join(filter(None, named))} was measured twice; the first is kept")

@@ -12,7 +12,7 @@ from curvlab import imports
 from curvlab.exceptions import SpecError
 from curvlab.studies.settings import Settings
 from curvlab.studies.setup import Setup
-from curvlab.studies.toml import read_toml
+from curvlab.studies.toml import read_settings
 
 __all__ = ["grid_options", "make_settings", "make_setup", "output_options", "setup_options"]
 
@@ -135,7 +135,7 @@ def _check_used(given: dict[str, Any], settings: dict[str, Any]) -> None:
 
 
 def _from_file(path: str) -> dict[str, Any]:
-    found = read_toml(path, (*FIELDS, *GRID))
+    found = read_settings(path, (*FIELDS, *GRID))
     for name, value in found.items():
         entries = value if isinstance(value, list) else []
         wrong = not isinstance(value, KINDS[name]) or isinstance(value, bool)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
@@ -16,7 +18,7 @@ from curvlab.reproduce.grid.search import embedded_study
 from curvlab.reproduce.grid.study import GridStudy, parse_only
 from curvlab.reproduce.run import DEFAULT_OUTPUT, reproduce
 from curvlab.reproduce.subjects import SCALES, Options
-from curvlab.studies.files import writable_folder
+from curvlab.studies.run_lock import run_lock
 
 __all__ = ["command"]
 
@@ -44,7 +46,7 @@ ALL = "all"
               help="serial, process[workers=N], or dask[address=tcp://host:8786].")  # fmt: skip
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="DIR",
               help="Folder of all experiments.  [default: runs/paper/<scale>]")  # fmt: skip
-@click.option("--fresh", is_flag=True, help="Measure again what the folder has.")
+@click.option("--fresh", is_flag=True, help="Measure again what the folder has; that is set aside.")
 @click.option("--json", "as_json", is_flag=True, help="Print where the pages are as JSON.")
 @click.option("--quiet", is_flag=True, help="No progress.")
 def command(
@@ -84,9 +86,9 @@ def command(
         raise SpecError(f"name an experiment, or `{ALL}`; see `curvlab reproduce --list`")
     chosen = list(experiments()) if ALL in names else [experiment_named(name).name for name in names]
     options = Options(scale, seeds, imagenet, data_dir, device, _study(scale, study, only))  # type: ignore[arg-type]
-    folder = writable_folder(output or Path(DEFAULT_OUTPUT) / scale)
+    folder = output or Path(DEFAULT_OUTPUT) / scale
     pages = {}
-    try:
+    with run_lock(folder, "reproduce"), _kept_when_interrupted(folder, fresh):
         for name in chosen:
             with progress_bar(not quiet, name) as show, warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # matplotlib's opinions on layout are not the user's concern
@@ -95,14 +97,22 @@ def command(
                 )
             if not quiet and not as_json:
                 click.echo(f"{name}: {pages[name]}")
-    except KeyboardInterrupt:
-        say(f"Interrupted; what was measured is in {folder}, and the same command goes on from there.")
-        sys.exit(INTERRUPTED)
-    findings = write_findings(folder, options)
+        findings = write_findings(folder, options)
     if as_json:
         print_json({"pages": {name: str(page) for name, page in pages.items()}, "findings": str(findings)})
     elif not quiet:
         click.echo(f"Findings: {findings}")
+
+
+@contextmanager
+def _kept_when_interrupted(folder: Path, fresh: bool) -> Iterator[None]:
+    """End with the exit code of Ctrl-C, and say how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        again = " without --fresh" if fresh else ""
+        say(f"Interrupted; what was measured is in {folder}, and the same command{again} goes on from there.")
+        sys.exit(INTERRUPTED)
 
 
 def _study(scale: str, path: str | None, only: tuple[str, ...]) -> GridStudy | None:

@@ -21,7 +21,9 @@ from curvlab.cli.console import bytes_text, loss_text, percent_text, table
 from curvlab.cli.options import make_setup, setup_options
 from curvlab.distributed.launch import launched
 from curvlab.exceptions import SpecError
-from curvlab.studies.optimizers import optimizers
+from curvlab.measure.source import mixed_sources
+from curvlab.studies.optimizers import SecondOrderSpec, optimizers
+from curvlab.studies.plateau import plateau_note, stays_on_plateau
 from curvlab.studies.rates import rate_words, rates_of
 from curvlab.studies.train import Progress, TrainPlan, train
 
@@ -29,6 +31,7 @@ __all__ = ["command"]
 
 INTERRUPTED = 130
 DEFAULT_FOLDER = Path("runs/train")
+STEP = SecondOrderSpec()
 COLUMNS = dict.fromkeys(("Epoch", "Seconds", "Train loss", "Test loss", "Accuracy", "Peak"), "right")
 
 
@@ -36,10 +39,12 @@ COLUMNS = dict.fromkeys(("Epoch", "Seconds", "Train loss", "Test loss", "Accurac
 @setup_options
 @click.option("--optimizer", default="second-order", show_default=True, metavar="SPEC",
               help="second-order, sgd, adam or lbfgs, with fields: sgd[lr=0.05,momentum=0.9].")  # fmt: skip
-@click.option("-p", "--provider", metavar="SPEC", help="Curvature of the step.  [default: pch-1]")
-@click.option("-s", "--solver", metavar="SPEC", help="Solver of the step.  [default: ea-cg]")
-@click.option("--lr", type=float, metavar="X", help="Learning rate.  [default: the optimizer's]")
-@click.option("--alpha", type=float, metavar="X", help="Damping, (1-α)C + αI.  [default: 0.05]")
+@click.option("-p", "--provider", metavar="SPEC", help=f"Curvature of the step.  [default: {STEP.provider}]")
+@click.option("-s", "--solver", metavar="SPEC", help=f"Solver of the step.  [default: {STEP.solver}]")
+@click.option("--lr", type=float, metavar="X",
+              help=f"Learning rate.  [default: {STEP.lr:g}, or the baseline's own]")  # fmt: skip
+@click.option("--alpha", type=float, metavar="X",
+              help=f"Damping, (1-α)C + αI.  [default: {STEP.alpha:g}]")  # fmt: skip
 @click.option("--lr-schedule", default="constant", show_default=True, metavar="SPEC",
               help="constant, cosine or steps[every=10,gamma=0.1].")  # fmt: skip
 @click.option("--epochs", type=click.IntRange(min=0), default=10, show_default=True, metavar="N",
@@ -48,7 +53,7 @@ COLUMNS = dict.fromkeys(("Epoch", "Seconds", "Train loss", "Test loss", "Accurac
               help="Folder of the run.  [default: runs/train/<optimizer>-<hash of the plan>]")  # fmt: skip
 @click.option("--checkpoint-seconds", type=click.FloatRange(min=0), default=60.0, show_default=True,
               metavar="X", help="Checkpoint this often, and after every epoch.")  # fmt: skip
-@click.option("--fresh", is_flag=True, help="Begin anew instead of resuming the run in the folder.")
+@click.option("--fresh", is_flag=True, help="Begin anew; the run in the folder is set aside.")
 @click.option("--quiet", is_flag=True, help="No progress and no table.")
 @click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON on standard output.")
 def command(
@@ -66,7 +71,8 @@ def command(
 
     The run is checkpointed in its folder and resumed by the same command: after Ctrl-C (exit code 130),
     a kill or a power cut it goes on where it was, and on the CPU it ends with the same bits. A run that
-    diverges is a result too: its row says so, with the epoch, and the exit code is 1.
+    diverges is a result too: its row says so, with the epoch, and the exit code is 1. A run that ends on its
+    plateau, predicting the same whatever it is shown, is warned about, with what to try.
 
     Under torchrun every process takes its part of each batch, on a device of its own, and all make the same
     run; the first writes the folder and prints.
@@ -75,7 +81,7 @@ def command(
     Examples:
       curvlab train
       curvlab train -p fisher -s kfi --lr 0.05 --alpha 0.1
-      curvlab train --data cifar10 --lr 0.2 --alpha 0.01 -o runs/cifar10
+      curvlab train --data cifar10 --batch 500 --lr 0.2 -o runs/cifar10
       curvlab train --data cifar10 --optimizer 'sgd[lr=0.1,momentum=0.9]'
       torchrun --nproc-per-node=4 -m curvlab train --data cifar10 --batch 1000
     """
@@ -193,10 +199,17 @@ def _row(row: dict[Any, Any]) -> list[str]:
 
 def _finish(frame: pd.DataFrame, plan: TrainPlan, folder: Path, quiet: bool) -> None:
     """Say where the run is, and end with the exit code of how it ended."""
-    last = frame.iloc[-1]
+    last = frame.to_dict("records")[-1]
+    mixed = mixed_sources(frame["source"]) if "source" in frame else ""
+    if mixed and not quiet:
+        click.echo(mixed, err=True)
     if last["status"] != "ok":
         click.echo(f"The run {last['status']} in epoch {last['epoch']}: {last['message']}", err=True)
         sys.exit(1)
+    if stays_on_plateau(last):
+        click.echo(f"Warning: {plateau_note(plan, last)}", err=True)
+    elif frame["message"].iloc[0] and not quiet:
+        click.echo(frame["message"].iloc[0], err=True)  # why no plateau could be watched for
     if last["epoch"] < plan.epochs:
         again = shlex.join(["curvlab", *(word for word in sys.argv[1:] if word != "--fresh")])
         click.echo(f"Stopped; the run is kept in {folder}. Resume it with:\n  {again}", err=True)

@@ -11,12 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from curvlab.exceptions import DataError, DataFolderError
+from filelock import FileLock
 
-try:
-    import fcntl
-except ImportError:  # Windows: two first downloads at once are then told apart by the checksum alone
-    fcntl = None  # type: ignore[assignment]
+from curvlab.exceptions import DataError, DataFolderError
 
 __all__ = ["cache_folder", "locked", "user_folder"]
 
@@ -39,16 +36,17 @@ def cache_folder() -> Path:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold `folder` (created if need be) against other processes that would fill it."""
+    """Hold `folder` (created if need be) against other processes that would fill it: they wait."""
+    lock = FileLock(folder / ".lock")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("w")
+        lock.acquire()
     except OSError as error:
         raise DataError(
             f"{folder}: cannot be written ({error}); set XDG_CACHE_HOME to a folder that can, "
             "or name one with the data by --data-dir"
         ) from error
-    with lock:
-        if fcntl is not None:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
         yield
+    finally:
+        lock.release()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from curvlab.linalg.blocks import Block, FactorBlock, KroneckerBlock, OperatorBlock
 from curvlab.linalg.factors import DenseFactor, Factor, GramFactor, RankOneFactor
-from curvlab.linalg.product import Combination, Matrix, RowProduct
+from curvlab.linalg.steps import Combination, Matrix, RowProduct, Step, TensorStep
 from curvlab.linalg.symmetric import congruence, gram, poseig, poseig_diagonal
 
 __all__ = [
@@ -22,6 +22,8 @@ __all__ = [
     "OperatorBlock",
     "RankOneFactor",
     "RowProduct",
+    "Step",
+    "TensorStep",
     "congruence",
     "gram",
     "poseig",

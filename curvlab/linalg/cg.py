@@ -2,27 +2,29 @@
 
     A x = b    from x = 0 or a given start, for symmetric A
 
-The systems share the operator's one pass: their vectors lie in one tensor, in the way that `systems` knows.
-Scalars stay tensors; a finished system is frozen by a mask, and convergence is read back to the host every
-`read_interval` iterations (0: never). Right-hand sides are normalised, so that neither their own size nor the
-small residuals of late iterations under- or overflow when they are squared.
+A is an operator object: it knows its product, and how the vectors of its systems lie in one tensor. The
+iteration differs from the textbook's in this:
+
+1. Several systems share one pass of the operator; a system that has finished is frozen by a mask.
+2. Scalars stay tensors. Convergence is read back to the host every `read_interval` iterations (0: never).
+3. Right-hand sides are normalised, so that neither their own size nor the small residuals of late iterations
+   under- or overflow when they are squared.
+4. Negative and zero curvature end a system and are reported, not divided by.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from curvlab.linalg.norms import largest, positive
+from curvlab.linalg.norms import max_abs, nonzero_or_one
 
-__all__ = ["CGResult", "OneSystem", "Outcome", "Systems", "conjugate_gradients"]
-
-Vectors = Callable[[Tensor], Tensor]
+__all__ = ["CGResult", "FunctionOperator", "Outcome", "SymmetricOperator", "conjugate_gradients"]
 
 
 class Outcome(IntEnum):
@@ -34,33 +36,38 @@ class Outcome(IntEnum):
     BREAKDOWN = 3
 
 
-class Systems(Protocol):
-    """How the vectors of several systems lie in one tensor."""
+class SymmetricOperator(ABC):
+    """A symmetric A, and how the vectors of its systems lie in one tensor.
+
+    As it is, a tensor of any shape is the vector of one system; a subclass with several systems has its own
+    `dot`, `max_abs` and `spread`.
+    """
+
+    @abstractmethod
+    def matmul(self, x: Tensor) -> Tensor:
+        """A x; may be overwritten by the next call."""
 
     def dot(self, x: Tensor, y: Tensor) -> Tensor:
-        """⟨x, y⟩, a scalar a system."""
-
-    def peak(self, x: Tensor) -> Tensor:
-        """max|x|, a scalar a system, laid out as those of `dot`."""
-
-    def spread(self, scalars: Tensor) -> Tensor:
-        """A scalar a system, in a shape that multiplies vectors."""
-
-
-class OneSystem:
-    """A single system, over all entries of a tensor of any shape."""
-
-    def dot(self, x: Tensor, y: Tensor) -> Tensor:
-        """⟨x, y⟩."""
+        """⟨x, y⟩, one scalar per system."""
         return (x * y).sum().reshape(1)
 
-    def peak(self, x: Tensor) -> Tensor:
-        """max|x|."""
-        return largest(x).reshape(1)
+    def max_abs(self, x: Tensor) -> Tensor:
+        """max|x|, one scalar per system, laid out as those of `dot`."""
+        return max_abs(x).reshape(1)
 
     def spread(self, scalars: Tensor) -> Tensor:
-        """The scalar itself."""
+        """One scalar per system, in a shape that multiplies vectors."""
         return scalars.reshape(())
+
+
+@dataclass(frozen=True, eq=False)
+class FunctionOperator(SymmetricOperator):
+    """One system, its product given as a function."""
+
+    product: Callable[[Tensor], Tensor]
+
+    def matmul(self, x: Tensor) -> Tensor:
+        return self.product(x)
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,31 +81,29 @@ class CGResult:
 
 
 def conjugate_gradients(
-    operator: Vectors,
+    operator: SymmetricOperator,
     rhs: Tensor,
-    systems: Systems,
     *,
     max_iter: int,
     tol: float,
     read_interval: int = 1,
     start: Tensor | None = None,
-    precondition: Vectors | None = None,
+    precondition: Callable[[Tensor], Tensor] | None = None,
 ) -> CGResult:
     """Solve A x = b to a residual of `tol` times that of x = 0, in at most `max_iter` iterations.
 
     Negative curvature, pᵀAp < -8 ε ‖p‖ ‖Ap‖, ends a system with the best x so far (at the first
-    iteration: the right-hand side itself, steepest descent). pᵀAp = 0 is a breakdown. What `operator`
-    returns may be overwritten at its next call.
+    iteration: the right-hand side itself, steepest descent). pᵀAp = 0 is a breakdown.
 
     >>> a = torch.diag(torch.tensor([1.0, 4.0]))
-    >>> result = conjugate_gradients(lambda x: a @ x, torch.ones(2), OneSystem(), max_iter=5, tol=1e-6)
+    >>> result = conjugate_gradients(FunctionOperator(lambda x: a @ x), torch.ones(2), max_iter=5, tol=1e-6)
     >>> [round(x, 4) for x in result.x.tolist()], result.iterations.tolist()
     ([1.0, 0.25], [2])
     """
-    dot, spread = systems.dot, systems.spread
-    b, scale = _normalised(systems, rhs)
+    matmul, dot, spread = operator.matmul, operator.dot, operator.spread
+    b, scale = _normalise(operator, rhs)
     x = torch.zeros_like(b) if start is None else start / spread(scale)
-    r = b if start is None else b - operator(x)
+    r = b if start is None else b - matmul(x)
     z = r if precondition is None else precondition(r)
     p = z
     rz = dot(r, z)
@@ -114,11 +119,11 @@ def conjugate_gradients(
     for k in range(max_iter):
         if read_interval and k % read_interval == 0 and bool(done.all()):
             break
-        ap = operator(p)
+        ap = matmul(p)
         pap = dot(p, ap)
         # Where reads are free and every pᵀAp > 0 (always, for a definite operator) no norm need be known.
         if read_interval != 1 or not bool((pap > zero).all()):
-            ended = ended.joined(~done, pap, _bound(dot, p, ap))
+            ended = ended.with_ends(~done, pap, _rounding(dot, p, ap))
             done = done | ended.negative | ended.flat
             if k == 0 and start is None:
                 x = torch.where(spread(ended.negative), b, x)
@@ -139,12 +144,12 @@ def conjugate_gradients(
     return CGResult(x * spread(scale), ended.outcomes(done).flatten(), iterations.flatten(), residuals)
 
 
-def _normalised(systems: Systems, rhs: Tensor) -> tuple[Tensor, Tensor]:
+def _normalise(operator: SymmetricOperator, rhs: Tensor) -> tuple[Tensor, Tensor]:
     """b / ‖b‖ and ‖b‖ (one where b is zero), by way of b / max|b|, whose square is in range."""
-    peak = positive(systems.peak(rhs))
-    b = rhs / systems.spread(peak)
-    norm = positive(systems.dot(b, b).sqrt())
-    return b / systems.spread(norm), peak * norm
+    peak = nonzero_or_one(operator.max_abs(rhs))
+    b = rhs / operator.spread(peak)
+    norm = nonzero_or_one(operator.dot(b, b).sqrt())
+    return b / operator.spread(norm), peak * norm
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,9 +159,9 @@ class _Ended:
     negative: Tensor
     flat: Tensor
 
-    def joined(self, active: Tensor, pap: Tensor, bound: Tensor) -> _Ended:
-        """With those that end in this iteration."""
-        negative = active & (pap < -bound)
+    def with_ends(self, active: Tensor, pap: Tensor, rounding: Tensor) -> _Ended:
+        """These and the `active` ones that end in this iteration."""
+        negative = active & (pap < -rounding)
         flat = active & ~negative & ~(pap > 0)
         return _Ended(self.negative | negative, self.flat | flat)
 
@@ -167,6 +172,6 @@ class _Ended:
         return torch.where(self.flat, int(Outcome.BREAKDOWN), outcomes)
 
 
-def _bound(dot: Callable[[Tensor, Tensor], Tensor], p: Tensor, ap: Tensor) -> Tensor:
+def _rounding(dot: Callable[[Tensor, Tensor], Tensor], p: Tensor, ap: Tensor) -> Tensor:
     """8 ε ‖p‖ ‖Ap‖."""
     return 8 * torch.finfo(p.dtype).eps * (dot(p, p) * dot(ap, ap)).clamp(min=0).sqrt()

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar, Self, TypeVar
+from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Factor(ABC):
-    """A symmetric n × n matrix in one of three forms."""
+    """A symmetric n × n matrix in one of three forms; its tensors are the positional fields."""
 
     kind: ClassVar[str]
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False, kw_only=True)
@@ -88,16 +89,20 @@ class Factor(ABC):
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that define the factor, by field name."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "_memo"}
+        return {f.name: getattr(self, f.name) for f in fields(self) if not f.kw_only}
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """The factor with `function` applied to each of its tensors."""
+        """The same factor with `function`, a conversion or a copy, applied to each of its tensors."""
         tensors: dict[str, Any] = {name: function(value) for name, value in self.tensors().items()}
-        return type(self)(**tensors)
+        return replace(self, **tensors, _memo={})
+
+    def shares_rows_with(self, other: Factor) -> bool:
+        """Whether both are made of the same rows; see `GramFactor`."""
+        return False
 
     def __getstate__(self) -> dict[str, Any]:
-        """What copies and pickles hold: the tensors, and nothing that was computed from them."""
-        return {**self.tensors(), "_memo": {}}
+        """What copies and pickles hold: the fields, and nothing that was computed from them."""
+        return {f.name: getattr(self, f.name) for f in fields(self)} | {"_memo": {}}
 
     def __repr__(self) -> str:
         dtype = str(self.example.dtype).removeprefix("torch.")
@@ -162,14 +167,23 @@ class GramFactor(Factor):
     The rows are not copied: the wide dimension n appears only in the m × m Gram matrix
     K = diag(√c) H Hᵀ diag(√c), which is computed when first asked for.
 
+    `rows_id` says which rows they are. Every new factor has one of its own; conversions (`map`), copies
+    and pickles keep it. By it a solver knows that a gradient comes from the very batch of a curvature.
+
     >>> f = GramFactor(torch.tensor([[1.0, 2.0, 2.0]]), torch.tensor([0.5]))
     >>> f.size, f.gram.item(), f.trace().item()
     (3, 2.25, 2.25)
+    >>> f.shares_rows_with(f.map(torch.Tensor.double)), f.shares_rows_with(GramFactor(2 * f.rows, f.root))
+    (True, False)
     """
 
     kind: ClassVar[str] = "gram"
     rows: Tensor
     root: Tensor
+    rows_id: str = field(default_factory=lambda: uuid4().hex, repr=False, kw_only=True)
+
+    def shares_rows_with(self, other: Factor) -> bool:
+        return isinstance(other, GramFactor) and self.rows_id == other.rows_id
 
     @property
     def size(self) -> int:

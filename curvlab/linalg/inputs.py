@@ -35,8 +35,9 @@ class InputFactors:
         """E[h]."""
         if self.given_mean is not None:
             return self.given_mean
-        assert isinstance(self.full, GramFactor)
-        return self.full.mean
+        if isinstance(self.full, GramFactor):
+            return self.full.mean
+        raise ValueError(f"{self.full} does not hold the rows whose mean E[h] is: give the mean beside it")
 
     @cached_property
     def mean_factor(self) -> RankOneFactor:

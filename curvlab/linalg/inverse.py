@@ -50,7 +50,7 @@ def cholesky_shifted(matrix: Tensor, shift: Tensor | float, check: bool = True) 
     2.0
     """
     n = len(matrix)
-    bordered = _bordered(matrix)
+    bordered = _copy_with_border(matrix)
     shifted = bordered[:n, :n]
     shifted.diagonal().add_(shift)
     factor, info = torch.linalg.cholesky_ex(bordered)
@@ -67,7 +67,7 @@ def cholesky_shifted(matrix: Tensor, shift: Tensor | float, check: bool = True) 
     return factor.to(matrix)
 
 
-def _bordered(matrix: Tensor) -> Tensor:
+def _copy_with_border(matrix: Tensor) -> Tensor:
     """A copy, as the leading block of a larger matrix [F 0; 0 I] where columns of F's own length are slow.
 
     On a CPU, columns that all start at the same place of a page evict each other from the cache: a

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["binary_scale", "frobenius_norm", "largest", "positive", "trustworthy"]
+__all__ = ["binary_scale", "frobenius_norm", "max_abs", "nonzero_or_one", "squares_in_range"]
 
 
 def frobenius_norm(matrix: Tensor) -> Tensor:
@@ -22,20 +22,20 @@ def frobenius_norm(matrix: Tensor) -> Tensor:
     return torch.linalg.vector_norm(torch.linalg.vector_norm(matrix, dim=1))
 
 
-def largest(x: Tensor) -> Tensor:
+def max_abs(x: Tensor) -> Tensor:
     """max|x| as a scalar tensor; NaN where there is one.
 
-    >>> largest(torch.tensor([1.0, -3.0])).item()
+    >>> max_abs(torch.tensor([1.0, -3.0])).item()
     3.0
     """
     low, high = torch.aminmax(x)
     return torch.maximum(high, -low)
 
 
-def positive(x: Tensor) -> Tensor:
+def nonzero_or_one(x: Tensor) -> Tensor:
     """x, one where it is zero: something to divide by.
 
-    >>> positive(torch.tensor([0.0, 2.0])).tolist()
+    >>> nonzero_or_one(torch.tensor([0.0, 2.0])).tolist()
     [1.0, 2.0]
     """
     return torch.where(x == 0, torch.ones_like(x), x)
@@ -47,14 +47,14 @@ def binary_scale(x: Tensor) -> Tensor:
     >>> binary_scale(torch.tensor([1.0, -3.0])).item()
     4.0
     """
-    peak = positive(largest(x))
+    peak = nonzero_or_one(max_abs(x))
     return peak / torch.frexp(peak).mantissa
 
 
-def trustworthy(norm: Tensor) -> bool:
+def squares_in_range(norm: Tensor) -> bool:
     """Whether a norm is so far from the ends of its dtype's range that its square lost nothing (reads it).
 
-    >>> [trustworthy(torch.tensor(norm)) for norm in (1e-8, 1e-30, torch.inf)]
+    >>> [squares_in_range(torch.tensor(norm)) for norm in (1e-8, 1e-30, torch.inf)]
     [True, False, False]
     """
     limits = torch.finfo(norm.dtype)

@@ -1,4 +1,4 @@
-"""What a result depends on beside its configuration: versions, device, threads, git state.
+"""What a result depends on beside its configuration: versions, source, device, threads, commits.
 
 Written to environment.json. It names no host, no user and no path.
 """
@@ -6,7 +6,6 @@ Written to environment.json. It names no host, no user and no path.
 from __future__ import annotations
 
 import platform
-import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -14,27 +13,36 @@ from typing import Any
 import torch
 
 from curvlab.measure import device as devices
+from curvlab.measure.source import commit_of, source_commit, source_hash
 
 __all__ = ["environment"]
 
-PACKAGES = ("curvlab", "torch", "numpy", "scipy", "pandas")
+PACKAGES = ("torch", "numpy", "scipy", "pandas")
 
 
 def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
-    """Versions, platform, processor, device, threads and git state, ready for JSON.
+    """Versions, source, platform, processor, device, threads and commits, ready for JSON.
+
+    `source` is the hash of curvlab's own source and `source_commit` the commit of its source tree; `git` is
+    about the working folder. Older files have `git.dirty` too, which cannot be known without running git.
 
     >>> sorted(environment())
-    ['device', 'device_name', 'git', 'platform', 'processor', 'python', 'threads', 'versions']
+    ['device', 'device_name', 'git', 'platform', 'processor', 'python', 'source', 'source_commit', 'threads',
+     'versions']
     """
+    import curvlab
+
     return {
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": {"curvlab": curvlab.__version__, **{name: _version(name) for name in PACKAGES}},
+        "source": source_hash(),
+        "source_commit": source_commit(),
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
         "processor": _processor(),
         "device": torch.device(device).type,
         "device_name": devices.describe(device),
         "threads": torch.get_num_threads(),
-        "git": _git_state(),
+        "git": _working_folder(),
     }
 
 
@@ -55,15 +63,10 @@ def _processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def _git_state() -> dict[str, Any] | None:
-    """Commit of the working folder and whether it differs from it; None outside a repository."""
-    commit, status = _git("rev-parse", "HEAD"), _git("status", "--porcelain")
-    return None if commit is None or status is None else {"commit": commit, "dirty": bool(status)}
-
-
-def _git(*arguments: str) -> str | None:
+def _working_folder() -> dict[str, str] | None:
+    """The commit of the working folder; None outside a repository."""
     try:
-        done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
+        commit = commit_of(Path.cwd())
+    except OSError:  # the folder was removed
         return None
-    return done.stdout.strip()
+    return None if commit is None else {"commit": commit}

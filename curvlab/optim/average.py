@@ -70,10 +70,12 @@ def _layer(old: LayerCurvature, new: LayerCurvature, decay: float, reads: InputK
     inputs = new.inputs
     if old.inputs is not None and new.inputs is not None:
         mean = torch.lerp(new.inputs.mean, old.inputs.mean, decay)
-        # A fresh factor either way: the solvers tell by identity whether a gradient has the same rows.
-        full = new.inputs.full.map(lambda t: t)
+        full = new.inputs.full
         if reads == "full":
-            full = _factor(old.inputs.full, new.inputs.full, decay, new.name)
+            full = _factor(old.inputs.full, full, decay, new.name)
+        elif isinstance(full, GramFactor):
+            # Rows with another mean than their own are no longer those that a gradient comes from.
+            full = GramFactor(full.rows, full.root)
         inputs = InputFactors(full, mean)
     return replace(new, output=_factor(old.output, new.output, decay, new.name), inputs=inputs)
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from curvlab.exceptions import SolveError
-from curvlab.linalg import Matrix
-from curvlab.linalg.product import add_into, form, magnitude
+from curvlab.linalg import Step
+from curvlab.linalg.norms import max_abs
 from curvlab.measure import device
 
 __all__ = ["Change", "check_finite"]
@@ -27,7 +27,7 @@ class Change:
 
     name: str
     parameter: Tensor
-    direction: Matrix
+    direction: Step
     rate: float
     scale: float = 1.0
     buffer: Tensor | None = None
@@ -36,14 +36,14 @@ class Change:
 
     def bound(self) -> Tensor:
         """A scalar that no entry of δ exceeds."""
-        bound = magnitude(self.direction) * abs(self.scale)
+        bound = self.direction.magnitude() * abs(self.scale)
         if self.buffer is not None:
-            bound = bound + self.momentum * magnitude(self.buffer)
+            bound = bound + self.momentum * max_abs(self.buffer)
         return bound * abs(self.rate)
 
     def form(self) -> Tensor:
         """δ itself."""
-        step = form(self.direction) * self.scale
+        step = self.direction.form() * self.scale
         if self.buffer is not None:
             step = step.add(self.buffer, alpha=self.momentum)
         return step * self.rate
@@ -53,9 +53,9 @@ class Change:
         if self.decay:
             self.parameter.mul_(1 - self.rate * self.decay)
         if self.buffer is None:
-            add_into(self.parameter, self.direction, self.rate * self.scale)
+            self.direction.add_into(self.parameter, self.rate * self.scale)
             return
-        add_into(self.buffer.mul_(self.momentum), self.direction, self.scale)
+        self.direction.add_into(self.buffer.mul_(self.momentum), self.scale)
         self.parameter.add_(self.buffer, alpha=self.rate)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -60,6 +61,15 @@ class Drawing:
     caption: str
     draw: Callable[[Look], Axes]
     half: bool = False
+
+    @property
+    def file_name(self) -> str:
+        """The name of its image file: the name may have words from a store, which must not lead elsewhere.
+
+        >>> Drawing("loss-../../x", "", draw=lambda look: look).file_name
+        'loss-..-..-x.png'
+        """
+        return re.sub(r"[^\w.-]+", "-", self.name) + ".png"
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,16 @@ def _guard(opening: re.Match[str]) -> str:
 
 
 def fenced(code: str) -> Markup:
-    """Code between fences that are longer than any run of backticks in it."""
+    """Code between fences that are longer than any run of backticks in it.
+
+    Code that has tags stands in an HTML block instead, where they can be escaped: between fences they would
+    stay as they are in the file, for a viewer that knows no fences.
+
+    >>> print(fenced("curvlab compare -p '<b>'"))
+    <pre><code>curvlab compare -p &#39;&lt;b&gt;&#39;</code></pre>
+    """
+    if "<" in code:
+        return Markup("<pre><code>{}</code></pre>").format(code)
     longest = max((len(run) for run in re.findall(r"`+", code)), default=0)
     fence = "`" * max(3, longest + 1)
     return Markup(f"{fence}\n{code}\n{fence}")

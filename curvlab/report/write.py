@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from curvlab.files import write_bytes_atomic, write_text_atomic
 from curvlab.report.content import Content, content_of
 from curvlab.report.drawing import png
 from curvlab.report.html import html_page
 from curvlab.report.markdown import markdown_page
 from curvlab.report.theme import LIGHT
-from curvlab.studies.files import write_bytes_atomic, write_text_atomic
 
 if TYPE_CHECKING:
     from curvlab.studies.comparison import Comparison
@@ -29,7 +29,7 @@ def write_pages(content: Content, folder: str | Path, name: str = "report") -> P
     look = content.look(LIGHT)
     for section in content.sections:
         for drawing in section.drawings:
-            write_bytes_atomic(folder / "figures" / f"{drawing.name}.png", png(drawing.draw(look)))
+            write_bytes_atomic(folder / "figures" / drawing.file_name, png(drawing.draw(look)))
     write_text_atomic(folder / f"{name}.md", markdown_page(content))
     page = folder / f"{name}.html"
     write_text_atomic(page, html_page(content))

@@ -103,11 +103,12 @@ def _verdict(result: Judgement, trial: bool) -> str:
 
 
 def _where(frames: Frames, provenance: Provenance) -> str:
-    """What stands under a heading: the data and the scale."""
+    """What stands under a heading: the data, the scale, and the states of the source if there are several."""
     if not frames:
         return "Not measured."
     no_evidence = " The paper's data were not used: no evidence." if provenance.smoke else ""
-    return f"Measured {provenance.words}.{no_evidence}"
+    mixed = f" {provenance.mixed}" if provenance.mixed else ""
+    return f"Measured {provenance.words}.{no_evidence}{mixed}"
 
 
 def _answer(counts: Counter[str], smoke: bool) -> Answer:

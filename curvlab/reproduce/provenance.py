@@ -1,4 +1,4 @@
-"""What the numbers of an experiment were measured on: the scale, and the data set its rows name.
+"""What the numbers of an experiment were measured on: the scale, the data set, and the source of curvlab.
 
 A scale is recorded in the store when work is done at it, so that a page tells what its numbers are even where
 it is written by a command at another scale.
@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from curvlab.measure.source import distinct_sources, mixed_sources
 from curvlab.report.content import Content
 from curvlab.report.words import listed
+from curvlab.reproduce.experiment import ENVIRONMENT
 from curvlab.reproduce.judgement import Frames
 from curvlab.reproduce.subjects import SMOKE, Options
 from curvlab.studies.store import Store, key_of
@@ -29,19 +31,24 @@ BANNER = (
 class Provenance:
     """The scales that rows were measured at, and the data sets they name (none for a study of costs).
 
+    `sources` are the states of curvlab's source that measured them: a study goes on where it was, also after
+    a change of the code.
+
     >>> Provenance(("smoke",), ("digits",)).words
     'on digits, smoke scale'
     """
 
     scales: tuple[str, ...]
     data: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, store: Store, frames: Frames, options: Options) -> Provenance:
         """Of what a store holds; the scale asked for, where none was recorded."""
         scales = [str(row[SCALE]) for row in store.rows(SCALE)] or [options.scale]
         named = [str(name) for frame in frames.values() if "data" in frame for name in frame["data"].unique()]
-        return cls(_distinct(scales), _distinct(named))
+        measured = [row.get("source") for row in store.rows() if row.get("kind") not in (SCALE, ENVIRONMENT)]
+        return cls(_distinct(scales), _distinct(named), tuple(distinct_sources(measured)))
 
     @property
     def smoke(self) -> bool:
@@ -57,13 +64,18 @@ class Provenance:
             [*([f"on {listed(self.data)}"] if self.data else []), f"{listed(self.scales)} scale"]
         )
 
+    @property
+    def mixed(self) -> str:
+        """A sentence that names the states of the source where there is more than one."""
+        return mixed_sources(self.sources)
+
     def mark(self, content: Content) -> Content:
-        """The page, with a banner and a title that say so where it is only a trial."""
-        if not self.smoke:
-            return content
-        paragraphs = (BANNER, *content.answer.paragraphs)
-        answer = replace(content.answer, paragraphs=paragraphs)
-        return replace(content, title=f"{content.title} ({self.words})", answer=answer)
+        """The page, with a banner and a title where it is only a trial, and the sources that it mixes."""
+        first = (BANNER,) if self.smoke else ()
+        last = (self.mixed,) if self.mixed else ()
+        answer = replace(content.answer, paragraphs=(*first, *content.answer.paragraphs, *last))
+        title = f"{content.title} ({self.words})" if self.smoke else content.title
+        return replace(content, title=title, answer=answer)
 
 
 def record_scale(store: Store, scale: str) -> None:

@@ -16,6 +16,7 @@ from concurrent.futures import Executor
 from functools import partial
 from pathlib import Path
 
+from curvlab.files import write_text_atomic
 from curvlab.measure.environment import environment
 from curvlab.report.write import write_pages
 from curvlab.reproduce.experiment import ENVIRONMENT, Experiment, Outcome
@@ -24,8 +25,8 @@ from curvlab.reproduce.provenance import Provenance, record_scale
 from curvlab.reproduce.subjects import Options
 from curvlab.reproduce.task import Places, Show, Task
 from curvlab.studies.executor import Place, place_of, run
-from curvlab.studies.files import write_text_atomic
-from curvlab.studies.folder import set_aside
+from curvlab.studies.run_lock import run_lock
+from curvlab.studies.spreadsheet import csv_text
 from curvlab.studies.store import Store, key_of
 
 __all__ = ["DEFAULT_OUTPUT", "command_of", "reproduce", "work_folder", "write_experiment"]
@@ -51,20 +52,26 @@ def reproduce(
         options: the scale and what else the user chooses.
         output: the folder of all experiments; this one's is inside.
         executor: where tasks run; with other processes or machines they must see the folder.
-        fresh: measure again what the folder has; the old rows are set aside.
+        fresh: measure again what the folder has; old rows and training runs are set aside, numbered, once
+            the data are loaded and the first model is built.
         on_progress: called as the work goes on.
     """
     experiment, options = experiment_named(name), options or Options()
-    folder = Path(output) / experiment.name
-    places = Places(work_folder(folder), work_folder(Path(output)) / "runs")
-    if fresh:
-        set_aside(places.store)
-    store = Store(places.store)
-    tasks = experiment.tasks(options)
-    if any(not task.finished(store) for task in tasks):
-        record_scale(store, options.scale)
-    _carry_out(tasks, places, store, place_of(executor), on_progress or (lambda done, total, label: None))
-    return write_experiment(experiment, store, options, folder)
+    follow = on_progress or (lambda done, total, label: None)
+    with run_lock(output, "reproduce") as all_experiments:
+        folder = all_experiments / experiment.name
+        places = Places(work_folder(folder), work_folder(all_experiments) / "runs", fresh)
+        store = Store(places.store, fresh=fresh)
+        tasks, place = experiment.tasks(options), place_of(executor)
+        pending = [task for task in tasks if not task.finished(store)]
+        if fresh:
+            _prepare(pending[:1], place)
+        if pending:
+            # In a fresh store the first of these rows sets the old ones aside, before any task has written.
+            record_scale(store, options.scale)
+            _record_environment(store)
+        _carry_out(pending, len(tasks), places, place, follow)
+        return write_experiment(experiment, store, options, folder)
 
 
 def write_experiment(experiment: Experiment, store: Store, options: Options, folder: Path) -> Path:
@@ -72,7 +79,7 @@ def write_experiment(experiment: Experiment, store: Store, options: Options, fol
     frames = experiment.frames(store)
     outcome = Outcome(store, options, command_of(experiment.name, options), frames)
     for name, frame in frames.items():
-        write_text_atomic(folder / f"{name}.csv", frame.to_csv(index=False, float_format="%.6g"))
+        write_text_atomic(folder / f"{name}.csv", csv_text(frame, float_format="%.6g"))
     return write_pages(Provenance.of(store, frames, options).mark(experiment.content(outcome)), folder)
 
 
@@ -95,22 +102,30 @@ def command_of(name: str, options: Options) -> str:
 
 
 def _carry_out(
-    tasks: Sequence[Task], places: Places, store: Store, place: Place, on_progress: Progress
+    pending: Sequence[Task], total: int, places: Places, place: Place, on_progress: Progress
 ) -> None:
-    pending = [task for task in tasks if not task.finished(store)]
-    done = len(tasks) - len(pending)
-    on_progress(done, len(tasks), "")
-    if pending:
-        _record_environment(store)
+    done = total - len(pending)
+    on_progress(done, total, "")
 
     def show(share: float, label: str) -> None:
-        on_progress(done + share, len(tasks), label)
+        on_progress(done + share, total, label)
 
     for ended in run(partial(_run, places=places, show=show if place.in_process else None), pending, place):
         if ended.error is not None:
             raise ended.error
         done += 1
-        on_progress(done, len(tasks), ended.argument.label)
+        on_progress(done, total, ended.argument.label)
+
+
+def _prepare(tasks: Sequence[Task], place: Place) -> None:
+    """Prepare the tasks where they will run, and raise what would keep them from running."""
+    for ended in run(_prepare_task, tasks, place):
+        if ended.error is not None:
+            raise ended.error
+
+
+def _prepare_task(task: Task) -> None:
+    task.prepare()
 
 
 def _run(task: Task, places: Places, show: Show | None) -> None:

@@ -11,19 +11,25 @@ The paper's ten ImageNet classes are read from a folder of images where the user
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
+import torch
+
+from curvlab.criteria.registry import criterion_named
 from curvlab.exceptions import SpecError
 from curvlab.reproduce.grid.study import GridStudy
+from curvlab.studies.plateau import Plateau
 from curvlab.studies.setup import Setup
 
-__all__ = ["SCALES", "SMOKE", "Options", "Role", "Scale", "subject"]
+__all__ = ["SCALES", "SMOKE", "Options", "Role", "Scale", "subject", "uninformed"]
 
 Scale = Literal["smoke", "laptop", "paper"]
 Role = Literal["cifar10", "imagenet10"]
 SCALES: tuple[Scale, ...] = ("smoke", "laptop", "paper")
 SMOKE: Scale = "smoke"
 SMOKE_ARCH = "fcnn[widths=64-48-32-16-10]"
+CLASSES = 10
 
 
 @dataclass(frozen=True)
@@ -76,3 +82,14 @@ def subject(role: Role, criterion: str, seed: int, options: Options, limits: str
         note = "On CIFAR-10 enlarged to 224×224, which stands in for ten classes of ImageNet."
     data = f"{name}[{limits}]" if limits else name
     return Setup(data=data, data_dir=folder, **common), note  # type: ignore[arg-type]
+
+
+@cache
+def uninformed(criterion: str) -> float:
+    """The height of the plateau with ten equally frequent classes, as CIFAR-10 has (digits nearly so).
+
+    >>> round(uninformed("cross-entropy"), 4), round(uninformed("robust"), 4)
+    (2.3026, 0.6225)
+    """
+    labels, counts = torch.arange(CLASSES), torch.ones(CLASSES, dtype=torch.float64)
+    return Plateau.of_classes(criterion_named(criterion), labels, counts, outputs=CLASSES).height

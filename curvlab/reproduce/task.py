@@ -24,11 +24,13 @@ Show = Callable[[float, str], None]
 class Places:
     """Where a task writes: the folder of its experiment's store, and that of all training runs.
 
-    Experiments share runs: the same plan is trained once, whoever asks for it.
+    Experiments share runs: the same plan is trained once, whichever of them asks for it, unless the work is
+    done `fresh`: then a run that is there is set aside and trained again.
     """
 
     store: Path
     runs: Path
+    fresh: bool = False
 
 
 class Task(Protocol):
@@ -40,6 +42,9 @@ class Task(Protocol):
 
     def finished(self, store: Store) -> bool:
         """Whether the store has all of its rows."""
+
+    def prepare(self) -> None:
+        """Load the data and build the model as `run` will, and keep nothing; raises what `run` would."""
 
     def run(self, places: Places, show: Show) -> None:
         """Bring the rows that are missing into the store."""

@@ -5,13 +5,11 @@ from __future__ import annotations
 from curvlab.solvers.base import LayerDirection, LayerGradient, Solver
 from curvlab.solvers.conjugate_gradients import CG, EACG
 from curvlab.solvers.damping import Additive, Damping, Mixed
-from curvlab.solvers.direction import Direction
 from curvlab.solvers.exact import Exact
 from curvlab.solvers.factored_inverse import KFI, ShermanMorrisonKFI
 from curvlab.solvers.registry import solvers
-from curvlab.solvers.solution import BlockSolution, Solution
+from curvlab.solvers.solution import BlockSolution, Direction, Solution, Status
 from curvlab.solvers.solve import solve
-from curvlab.solvers.status import Status
 
 __all__ = [
     "CG",

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -20,31 +20,38 @@ from curvlab.curvature import Curvature, LayerCurvature
 from curvlab.exceptions import PairError
 from curvlab.linalg import Matrix
 from curvlab.linalg.inputs import InputKind
-from curvlab.solvers.damping import Damping
-from curvlab.solvers.pi import Split
-from curvlab.solvers.residual import System
-from curvlab.solvers.routes import Route
-from curvlab.solvers.sides import WeightGradient
+from curvlab.solvers.cost_model import Route
+from curvlab.solvers.damping import Damping, DampingSplit
+from curvlab.solvers.systems import LayerGradient, System
 from curvlab.specs import check_choices
 
-__all__ = ["Formulation", "LayerDirection", "LayerGradient", "Solver"]
+__all__ = ["Formulation", "Guidance", "LayerDirection", "LayerGradient", "Preconditioner", "Solver"]
 
 Formulation = Literal["reduced", "explicit"]
+"""`reduced` is the sample-space form, `explicit` the textbook form: the paper's equations to the letter."""
+
+Preconditioner = Callable[[str, Tensor], Tensor]
+"""x ↦ M⁻¹ x for the parameter of this name."""
 
 
 @dataclass(frozen=True, eq=False)
-class LayerGradient:
-    """The gradient of one layer's parameters (None: the parameter has no block)."""
+class Guidance:
+    """What a caller gives an iteration beside the system: a first guess, a preconditioner."""
 
-    weight: WeightGradient | None
-    bias: Tensor | None
+    start: Mapping[str, Tensor] | None = None
+    preconditioner: Preconditioner | None = None
+
+    @property
+    def given(self) -> bool:
+        """Whether there is any."""
+        return self.start is not None or self.preconditioner is not None
 
 
 @dataclass(frozen=True, eq=False)
 class LayerDirection:
     """What `apply` returns: the steps of one layer and how they were found.
 
-    `outcomes`, `iterations` and `history` have one column a system: the weight's, then the bias's;
+    `outcomes`, `iterations` and `history` have one column per system: the weight's, then the bias's;
     None for a direct method. `split` is how the damping of the weight's system was split, where it was.
     """
 
@@ -56,7 +63,7 @@ class LayerDirection:
     outcomes: Tensor | None = None
     iterations: Tensor | None = None
     history: Tensor | None = None
-    split: Split | None = None
+    split: DampingSplit | None = None
 
 
 @dataclass(frozen=True)
@@ -66,11 +73,33 @@ class Solver(ABC):
     input_factor: ClassVar[InputKind] = "full"
     needs_psd: ClassVar[bool] = True
     needs_kronecker: ClassVar[bool] = True
+    layers_apart: ClassVar[bool] = True
+    """Whether a rank can solve one layer without the others taking part."""
+
     route: Route = field(default="auto", kw_only=True)
 
     def __post_init__(self) -> None:
         """Refuse a field that is none of the choices it has; a subclass with its own calls this one."""
         check_choices(self)
+
+    def adapt(self, curvature: Curvature, name: str, guidance: Guidance) -> Solver:
+        """The solver that does the work on this curvature: itself, layer by layer on Kronecker factors.
+
+        `name` is what messages call it. A solver that can do without the factors returns another one here.
+        """
+        if guidance.given:
+            raise self._takes_no_guidance(name)
+        for layer in curvature.layers:
+            if layer.output is None or (layer.inputs is None and layer.weight_name is not None):
+                raise PairError(
+                    f"layer `{layer.name}` of `{curvature.provider}` has no Kronecker factors to solve by: "
+                    f"use `cg`, which needs products only"
+                )
+        return self
+
+    @staticmethod
+    def _takes_no_guidance(name: str) -> PairError:
+        return PairError(f"`{name}` takes no start vector and no preconditioner; `cg` does")
 
     @abstractmethod
     def prepare(self, layer: LayerCurvature, damping: Damping, gradient: LayerGradient) -> object:

@@ -4,14 +4,23 @@
     Additive(τ)   C + τ I
 
 Conjugate gradients and the exact reference solve this system. The factored inverse splits the
-identity's share over its two factors instead, (B + √α/π I)⁻¹ ⊗ (A + π√α I)⁻¹, so it reads `shift` only.
+identity's share over its two factors instead, (B + √α/π I)⁻¹ ⊗ (A + π√α I)⁻¹, so it reads `shift` only:
+
+    π_t = sqrt((tr A / n_{t-1}) / (tr B / n_t))
+
+The paper leaves π undefined; this is KFAC's, with A the input factor in use, 1 where a trace is 0, and
+clamped to [1e-6, 1e6] (it grows without bound as tr B → 0). Whether the clamp binds is part of the result,
+as a tensor: the solve itself reads nothing.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Additive", "Damping", "Mixed", "damping_from"]
+import torch
+from torch import Tensor
+
+__all__ = ["PI_LIMITS", "Additive", "Damping", "DampingSplit", "Mixed", "damping_from", "split_damping"]
 
 
 @dataclass(frozen=True)
@@ -88,3 +97,34 @@ def damping_from(alpha: float | None, damping: Damping | None) -> Damping:
     if not isinstance(damping, Mixed | Additive):
         raise ValueError(f"damping={damping!r}: expected Mixed(alpha) or Additive(tau), or alpha={damping}")
     return damping
+
+
+PI_LIMITS = (1e-6, 1e6)
+
+
+@dataclass(frozen=True, eq=False)
+class DampingSplit:
+    """π, and whether it would lie outside of `PI_LIMITS` (both scalar tensors)."""
+
+    pi: Tensor
+    clamped: Tensor
+
+    @classmethod
+    def from_value(cls, pi: float, like: Tensor) -> DampingSplit:
+        """A π that was given, not computed."""
+        one = torch.ones((), dtype=like.dtype, device=like.device)
+        return cls(pi * one, torch.zeros_like(one, dtype=torch.bool))
+
+
+def split_damping(trace_a: Tensor, n_a: int, trace_b: Tensor, n_b: int) -> DampingSplit:
+    """π from the average traces of the factors.
+
+    >>> split_damping(torch.tensor(8.0), 2, torch.tensor(3.0), 3).pi.item()
+    2.0
+    """
+    usable = (trace_a > 0) & (trace_b > 0)
+    # Two roots, because the ratio of the traces overflows where that of their roots does not.
+    ratio = (trace_a / n_a).clamp(min=0).sqrt() / (trace_b / n_b).clamp(min=0).sqrt()
+    raw = torch.where(usable, ratio, torch.ones_like(ratio))
+    pi = raw.clamp(*PI_LIMITS)
+    return DampingSplit(pi, pi != raw)

@@ -2,7 +2,7 @@
 
     B = U Λ Uᵀ,  A = Q S Qᵀ:   D = -U [ (Uᵀ G Q) / (s λ_i σ_j + τ) ] Qᵀ
 
-On the sample side K = V S Vᵀ takes the place of A: s B M K + τ M = -S'ᵀ is solved by the same formula
+In the sample space K = V S Vᵀ takes the place of A: s B M K + τ M = -S'ᵀ is solved by the same formula
 with Q = V, and D = M H'.
 """
 
@@ -19,22 +19,32 @@ from curvlab.linalg.inputs import InputKind
 from curvlab.linalg.inverse import NotFiniteError, NotPositiveDefiniteError
 from curvlab.measure import device
 from curvlab.solvers.base import LayerDirection, LayerGradient, Solver
+from curvlab.solvers.cost_model import Eigen, choose_coordinates
 from curvlab.solvers.damping import Damping
-from curvlab.solvers.residual import DampedSystem
-from curvlab.solvers.routes import Eigen, side_for
-from curvlab.solvers.sides import InputSide, Scalar
+from curvlab.solvers.input_coordinates import InputCoordinates, Scalar
+from curvlab.solvers.systems import DampedSystem, input_factors, output_factor
 
 __all__ = ["Exact"]
 
 
 @dataclass(frozen=True, eq=False)
-class _State:
-    layer: LayerCurvature
-    damping: Damping
-    side: InputSide | None
+class _WeightBasis:
+    """The coordinates of the input side, and the eigenvalues σ and eigenvectors Q of A in them."""
+
+    coordinates: InputCoordinates
     values: Tensor
     vectors: Tensor
-    right: tuple[Tensor, Tensor] | None
+
+
+@dataclass(frozen=True, eq=False)
+class _State:
+    """The eigenvalues λ and eigenvectors U of B, and the basis of the input side where there is a weight."""
+
+    layer: LayerCurvature
+    damping: Damping
+    values: Tensor
+    vectors: Tensor
+    weight: _WeightBasis | None
 
 
 @dataclass(frozen=True)
@@ -48,51 +58,46 @@ class Exact(Solver):
     input_factor: ClassVar[InputKind] = "full"
 
     def prepare(self, layer: LayerCurvature, damping: Damping, gradient: LayerGradient) -> _State:
-        assert layer.output is not None
-        output = layer.output
+        output = output_factor(layer)
         values, vectors = output.remember("eigh", lambda: _eigh(output.to_dense()))
-        side = right = None
+        weight, largest = None, None
         if gradient.weight is not None:
-            side = side_for(layer, gradient.weight, self.input_factor, self.route, Eigen())
-            right = self._right(side)
-        values = _non_negative(values, damping, 1.0 if right is None else right[0][-1].clamp(min=1))
-        return _State(layer, damping, side, values, vectors, right)
+            coordinates = choose_coordinates(layer, gradient.weight, self.input_factor, self.route, Eigen())
+            weight = _WeightBasis(coordinates, *self._eigen(coordinates))
+            largest = weight.values[-1]
+        return _State(layer, damping, _check_values(values, damping, largest), vectors, weight)
 
     @staticmethod
-    def _right(side: InputSide) -> tuple[Tensor, Tensor]:
-        return side.remember((side.route, "eigh"), lambda: _eigh(side.matrix))
+    def _eigen(coordinates: InputCoordinates) -> tuple[Tensor, Tensor]:
+        return coordinates.remember((coordinates.route, "eigh"), lambda: _eigh(coordinates.matrix))
 
     def apply(self, state: object, gradient: LayerGradient) -> LayerDirection:
         assert isinstance(state, _State)
-        scale, shift = state.damping.scale, state.damping.shift
+        layer, (scale, shift) = state.layer, (state.damping.scale, state.damping.shift)
         weight = bias = None
-        if state.side is not None and state.right is not None and gradient.weight is not None:
-            coordinates = state.side.coordinates(gradient.weight)
-            sigma, q = state.right
-            inner = state.vectors.T @ coordinates.x @ q
+        route, rank = "bias", output_factor(layer).rank_bound
+        if state.weight is not None and gradient.weight is not None:
+            given = state.weight.coordinates.of(gradient.weight)
+            sigma, q = state.weight.values, state.weight.vectors
+            inner = state.vectors.T @ given.x @ q
             x = -state.vectors @ (inner / (scale * torch.outer(state.values, sigma) + shift)) @ q.T
-            weight = state.side.assemble(coordinates, x, Scalar(x.new_full((), -1 / shift)))
+            weight = given.assemble(x, Scalar(x.new_full((), -1 / shift)))
+            route, rank = state.weight.coordinates.route, input_factors(layer).full.rank_bound
         if gradient.bias is not None:
             inner = (state.vectors.T @ gradient.bias) / (scale * state.values + shift)
             bias = -state.vectors @ inner
-        assert state.layer.output is not None
-        rank = (
-            state.layer.output.rank_bound
-            if state.layer.inputs is None
-            else state.layer.inputs.full.rank_bound
-        )
-        route = state.side.route if state.side is not None else "bias"
         return LayerDirection(weight, bias, DampedSystem("full", scale, shift), route, rank)
 
 
-def _non_negative(values: Tensor, damping: Damping, largest: Tensor | float) -> Tensor:
+def _check_values(values: Tensor, damping: Damping, largest: Tensor | None) -> Tensor:
     """The eigenvalues of B with those that are rounding set to zero; refused if the system is indefinite.
 
-    `largest` is the largest eigenvalue of the input factor, or 1, which is what a bias has.
+    `largest` is the largest eigenvalue of the input factor; a bias has 1 in its place.
     """
+    factor = 1.0 if largest is None else largest.clamp(min=1)
     rounding = len(values) * torch.finfo(values.dtype).eps * values.abs().amax()
     values = torch.where(values.abs() <= rounding, values.clamp(min=0), values)
-    smallest = damping.scale * values[0] * largest + damping.shift
+    smallest = damping.scale * values[0] * factor + damping.shift
     if device.readable(values) and bool(smallest <= 0):
         raise NotPositiveDefiniteError(float(smallest))
     return values

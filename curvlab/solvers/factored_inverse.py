@@ -2,11 +2,11 @@
 
     D = -(B + √τ/π I)⁻¹ G (A + π√τ I)⁻¹        d = -(B + τ I)⁻¹ g for a bias
 
-On a side with coordinates G = X_G Z + G⊥ it is D = X Z + L G⊥ with
+In coordinates G = X_G Z + G⊥ it is D = X Z + L G⊥ with
 
     X = -(B + √τ/π I)⁻¹ X_G (Ã + π√τ I)⁻¹      L = -(B + √τ/π I)⁻¹ / (π√τ)
 
-so an n_t × n_t and an m × m factorisation are all it takes, whatever n_{t-1}.
+so an n_t × n_t and an m × m factorisation are all it takes, whatever n_{t-1}. `damping` has the formula of π.
 """
 
 from __future__ import annotations
@@ -18,33 +18,72 @@ import torch
 from torch import Tensor
 
 from curvlab.curvature import LayerCurvature
-from curvlab.linalg import Factor, Matrix
+from curvlab.linalg import Matrix
 from curvlab.linalg.inputs import InputKind
 from curvlab.linalg.inverse import GramInverse, ShiftedInverse, cholesky_multiply, shifted_inverse
 from curvlab.measure import device
-from curvlab.solvers import explicit
 from curvlab.solvers.base import Formulation, LayerDirection, LayerGradient, Solver
-from curvlab.solvers.damping import Damping
-from curvlab.solvers.pi import Split, split
-from curvlab.solvers.residual import FactoredSystem
-from curvlab.solvers.routes import Inverse, side_for
-from curvlab.solvers.sides import InputSide
+from curvlab.solvers.cost_model import Inverse, choose_coordinates
+from curvlab.solvers.damping import Damping, DampingSplit, split_damping
+from curvlab.solvers.input_coordinates import InputCoordinates, WeightGradient
+from curvlab.solvers.systems import FactoredSystem, input_factors, output_factor
+from curvlab.solvers.textbook import TextbookInverse
 
 __all__ = ["KFI", "ShermanMorrisonKFI"]
 
 
 @dataclass(frozen=True, eq=False)
+class _WeightInverse:
+    """The factorisations that the weight's system takes."""
+
+    coordinates: InputCoordinates
+    left: ShiftedInverse
+    right: Tensor
+    gamma: Tensor
+
+    def apply(self, gradient: WeightGradient) -> Matrix:
+        given = self.coordinates.of(gradient)
+        left = self.left
+        if (
+            isinstance(left, GramInverse)
+            and given.rows is not None
+            and left.factor.shares_rows_with(given.rows)
+        ):
+            # The gradient's rows are the output factor's own: all of the solve is m × m.
+            x = left.of_rows(-torch.cholesky_inverse(self.right))
+        else:
+            x = -cholesky_multiply(self.right, left(given.x).T).T
+        return given.assemble(x, lambda y: left(y) / -self.gamma)
+
+
+@dataclass(frozen=True, eq=False)
+class _SampleSpaceInverse:
+    """The factorisations of one layer, on the smaller side of each factor."""
+
+    weight: _WeightInverse | None
+    bias: ShiftedInverse | None
+
+    @property
+    def route(self) -> str:
+        return "bias" if self.weight is None else self.weight.coordinates.route
+
+    def apply(self, gradient: LayerGradient) -> tuple[Matrix | None, Tensor | None]:
+        weight = bias = None
+        if self.weight is not None and gradient.weight is not None:
+            weight = self.weight.apply(gradient.weight)
+        if self.bias is not None and gradient.bias is not None:
+            bias = -self.bias(gradient.bias[:, None])[:, 0]
+        return weight, bias
+
+
+@dataclass(frozen=True, eq=False)
 class _State:
-    """The factorisations of one layer."""
+    """A layer's system and its inverse, in one of two forms."""
 
     layer: LayerCurvature
-    side: InputSide | None
     system: FactoredSystem
-    split: Split
-    weight_inverse: ShiftedInverse | None
-    bias_inverse: ShiftedInverse | None
-    right_factor: Tensor | None
-    explicit: explicit.ExplicitInverse | None = None
+    split: DampingSplit
+    inverse: _SampleSpaceInverse | TextbookInverse
 
 
 @dataclass(frozen=True)
@@ -67,77 +106,58 @@ class KFI(Solver):
             )
 
     def prepare(self, layer: LayerCurvature, damping: Damping, gradient: LayerGradient) -> _State:
-        output = layer.output
-        assert output is not None
-        check = device.readable(output.example)
         if self.formulation == "explicit":
-            chosen = self._split(layer, None if gradient.weight is None else self._factor(layer).trace())
-            system = self._system(chosen, damping)
-            prepared = explicit.ExplicitInverse.prepare(layer, system)
-            return _State(layer, None, system, chosen, None, None, None, prepared)
-        side = None
+            trace = None
+            if gradient.weight is not None:
+                trace = input_factors(layer).factor(self.input_factor).trace()
+            split = self._split(layer, trace)
+            system = self._system(split, damping)
+            return _State(layer, system, split, TextbookInverse.prepare(layer, system))
+        coordinates = None
         if gradient.weight is not None:
-            side = side_for(layer, gradient.weight, self.input_factor, self.route, Inverse())
-        chosen = self._split(layer, None if side is None else side.trace)
-        system = self._system(chosen, damping)
-        # π, and with it both shifts, is that of these inputs.
-        key = (layer.inputs, self.input_factor, damping.shift, self.pi)
-        weight_inverse = bias_inverse = right = None
-        if side is not None:
-            weight_inverse = shifted_inverse(output, system.beta, ("weight", *key), check)
+            coordinates = choose_coordinates(layer, gradient.weight, self.input_factor, self.route, Inverse())
+        split = self._split(layer, None if coordinates is None else coordinates.trace)
+        system = self._system(split, damping)
+        output = output_factor(layer)
+        check = device.readable(output.example)
+        weight = bias = None
+        if coordinates is not None:
+            # π, and with it both shifts, is that of these inputs.
+            key = (layer.inputs, self.input_factor, damping.shift, self.pi)
+            left = shifted_inverse(output, system.beta, ("weight", *key), check)
             # Kept on the output factor: π, and with it the shift, is this curvature's own, while other
             # curvatures of the same recording share the input factor.
-            right = output.remember(("input", side.route, *key), lambda: side.cholesky(system.gamma, check))
+            right = output.remember(
+                ("input", coordinates.route, *key), lambda: coordinates.cholesky(system.gamma, check)
+            )
+            weight = _WeightInverse(coordinates, left, right, system.gamma)
         if gradient.bias is not None:
-            bias_inverse = shifted_inverse(output, damping.shift, ("bias", damping.shift), check)
-        return _State(layer, side, system, chosen, weight_inverse, bias_inverse, right)
+            bias = shifted_inverse(output, damping.shift, ("bias", damping.shift), check)
+        return _State(layer, system, split, _SampleSpaceInverse(weight, bias))
 
-    def _factor(self, layer: LayerCurvature) -> Factor:
-        assert layer.inputs is not None
-        return layer.inputs.factor(self.input_factor)
-
-    def _split(self, layer: LayerCurvature, trace: Tensor | None) -> Split:
+    def _split(self, layer: LayerCurvature, trace: Tensor | None) -> DampingSplit:
         """π, from the trace of the input factor in use (None: there is no weight)."""
-        output = layer.output
-        assert output is not None
+        output = output_factor(layer)
         if self.pi is not None:
-            return Split.fixed(self.pi, output.example)
-        if trace is None or layer.inputs is None:
-            return Split.fixed(1.0, output.example)
-        return split(trace, layer.inputs.full.size, output.trace(), output.size)
+            return DampingSplit.from_value(self.pi, output.example)
+        if trace is None:
+            return DampingSplit.from_value(1.0, output.example)
+        return split_damping(trace, input_factors(layer).full.size, output.trace(), output.size)
 
-    def _system(self, chosen: Split, damping: Damping) -> FactoredSystem:
+    def _system(self, split: DampingSplit, damping: Damping) -> FactoredSystem:
         root = damping.shift**0.5
-        return FactoredSystem(self.input_factor, root / chosen.pi, root * chosen.pi, damping.shift)
+        return FactoredSystem(self.input_factor, root / split.pi, root * split.pi, damping.shift)
 
     def apply(self, state: object, gradient: LayerGradient) -> LayerDirection:
         assert isinstance(state, _State)
-        weight: Matrix | None = None
-        bias: Tensor | None = None
-        if state.explicit is not None:
-            weight, bias = state.explicit.apply(gradient)
-            return LayerDirection(
-                weight, bias, state.system, "explicit", _rank(state, gradient), split=state.split
-            )
-        if state.side is not None and gradient.weight is not None:
-            weight = self._weight(state, state.side, gradient)
-        if gradient.bias is not None and state.bias_inverse is not None:
-            bias = -state.bias_inverse(gradient.bias[:, None])[:, 0]
-        route = state.side.route if state.side is not None else "bias"
-        return LayerDirection(weight, bias, state.system, route, _rank(state, gradient), split=state.split)
+        weight, bias = state.inverse.apply(gradient)
+        rank = self._rank(state.layer, gradient)
+        return LayerDirection(weight, bias, state.system, state.inverse.route, rank, split=state.split)
 
-    def _weight(self, state: _State, side: InputSide, gradient: LayerGradient) -> Matrix:
-        assert gradient.weight is not None
-        inverse, gamma = state.weight_inverse, state.system.gamma
-        assert inverse is not None
-        assert state.right_factor is not None
-        coordinates = side.coordinates(gradient.weight)
-        if isinstance(inverse, GramInverse) and coordinates.rows is inverse.factor:
-            # The gradient's rows are the output factor's own: all of the solve is m × m.
-            x = inverse.of_rows(-torch.cholesky_inverse(state.right_factor))
-        else:
-            x = -cholesky_multiply(state.right_factor, inverse(coordinates.x).T).T
-        return side.assemble(coordinates, x, lambda y: inverse(y) / -gamma)
+    def _rank(self, layer: LayerCurvature, gradient: LayerGradient) -> int:
+        if gradient.weight is None:
+            return output_factor(layer).rank_bound
+        return input_factors(layer).factor(self.input_factor).rank_bound
 
 
 @dataclass(frozen=True)
@@ -149,10 +169,3 @@ class ShermanMorrisonKFI(KFI):
     """
 
     input_factor: ClassVar[InputKind] = "mean"
-
-
-def _rank(state: _State, gradient: LayerGradient) -> int:
-    assert state.layer.output is not None
-    if gradient.weight is None or state.layer.inputs is None:
-        return state.layer.output.rank_bound
-    return state.layer.inputs.factor(state.system.kind).rank_bound

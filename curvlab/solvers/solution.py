@@ -7,29 +7,112 @@ for, from the direction alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import cached_property
 from html import escape
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from curvlab.exceptions import SolveError
+from curvlab.gradient import LazyTensors
+from curvlab.linalg import Matrix, RowProduct, Step
 from curvlab.linalg.cg import Outcome
-from curvlab.linalg.product import add_into
+from curvlab.linalg.steps import as_step
 from curvlab.model.graph import unwrap
-from curvlab.solvers.damping import Damping
-from curvlab.solvers.direction import Direction
-from curvlab.solvers.measures import Measures
-from curvlab.solvers.pi import Split
-from curvlab.solvers.status import Status
+from curvlab.solvers.damping import Damping, DampingSplit
+from curvlab.solvers.systems import Measures
 from curvlab.staleness import Versions
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["BlockSolution", "Solution"]
+__all__ = ["BlockSolution", "Direction", "Solution", "Status"]
+
+
+class Status(Enum):
+    """How the solve of a block ended.
+
+    >>> Status.CONVERGED.slug
+    'converged'
+    """
+
+    CONVERGED = "The residual is below the tolerance."
+    ITERATION_LIMIT = "The iterations ran out before the residual fell below the tolerance."
+    STAGNATED = "Rounding stopped the progress: the true residual is above the tolerance, and stays there."
+    NEGATIVE_CURVATURE = "A direction of negative curvature was met; the direction is the best before it."
+    BREAKDOWN = "The iteration met a direction of zero curvature and could not go on."
+
+    @property
+    def advice(self) -> str:
+        """What to do about it."""
+        return {
+            Status.CONVERGED: "Nothing is left to do",
+            Status.ITERATION_LIMIT: "Allow more iterations, or a larger tol or damping",
+            Status.STAGNATED: "Use float64, or a tol above the rounding of the dtype, or a larger damping",
+            Status.NEGATIVE_CURVATURE: "Use a larger damping, or a curvature that is positive semi-definite",
+            Status.BREAKDOWN: "Use a larger damping",
+        }[self]
+
+    @property
+    def slug(self) -> str:
+        """The name as tables show it."""
+        return self.name.lower().replace("_", "-")
+
+
+class Direction(LazyTensors[Matrix]):
+    """{parameter name: step}, to be added to the parameters; formed each time an entry is read.
+
+    A step may refer to the gradient it was solved for, or to the rows of the batch: once these were changed
+    in place, the step is refused.
+    """
+
+    def __init__(self, entries: Mapping[str, Matrix]) -> None:
+        super().__init__(entries)
+        self._steps = {name: as_step(entry) for name, entry in entries.items()}
+        borrowed = {name: step.borrowed for name, step in self._steps.items()}
+        self._borrowed = Versions.of(
+            {name: tensor for name, tensor in borrowed.items() if tensor is not None}
+        )
+
+    @staticmethod
+    def _form(entry: Matrix) -> Tensor:
+        return as_step(entry).form()
+
+    def factored(self, name: str) -> Matrix:
+        """The entry as it is held: a tensor, or what forms one."""
+        self.step(name)
+        return super().factored(name)
+
+    def step(self, name: str) -> Step:
+        """The step of one parameter; refused where what it refers to has changed since the solve."""
+        step = self._steps[name]
+        if name in self._borrowed.changed():
+            what = "the batch" if isinstance(step, RowProduct) else f"the gradient of `{name}`"
+            raise SolveError(
+                f"{what} was changed in place since the solve, and the step of `{name}` refers to it: "
+                f"read or add the step before, or solve for a copy"
+            )
+        return step
+
+    def is_zero(self) -> bool:
+        """Whether every step is zero, so that adding it changes nothing (no step is formed)."""
+        return all(float(step.magnitude()) == 0 for step in self._steps.values())
+
+    def sums(self) -> dict[str, Tensor]:
+        """For each parameter a scalar tensor that is finite where its step is (nothing is read).
+
+        A step in factors is finite where they are: the rows were checked when they were recorded, the
+        gradient when it was given.
+        """
+        return {name: step.checksum() for name, step in self._steps.items()}
+
+    def finite(self) -> dict[str, Tensor]:
+        """For each parameter a scalar tensor: whether its step is free of NaN and infinity."""
+        return {name: torch.isfinite(total) for name, total in self.sums().items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,12 +128,12 @@ class BlockSolution:
     outcome: Tensor | None = None
     iteration_count: Tensor | None = None
     history: Tensor | None = None
-    split: Split | None = None
+    split: DampingSplit | None = None
     seconds_prepare: float = float("nan")
     seconds_apply: float = float("nan")
     reads: Versions = field(default_factory=lambda: Versions(()))
 
-    def _measured(self, measure: Callable[[], Tensor]) -> float:
+    def _measure(self, measure: Callable[[], Tensor]) -> float:
         """A measure of the solve as it was; refused where that can no longer be known."""
         changed = self.reads.changed()
         if changed:
@@ -63,12 +146,12 @@ class BlockSolution:
     @cached_property
     def residual(self) -> float:
         """The true relative residual of the solver's own system."""
-        return self._measured(self.measures.residual)
+        return self._measure(self.measures.residual)
 
     @cached_property
     def residual_full(self) -> float:
         """The true relative residual of the full damped system."""
-        return self._measured(self.measures.residual_full)
+        return self._measure(self.measures.residual_full)
 
     @property
     def iterations(self) -> int:
@@ -100,12 +183,12 @@ class BlockSolution:
     @cached_property
     def slope(self) -> float:
         """gᵀd: negative for a descent direction."""
-        return self._measured(self.measures.slope)
+        return self._measure(self.measures.slope)
 
     @cached_property
     def predicted_reduction(self) -> float:
         """-(gᵀd + ½ dᵀCd), with the undamped curvature."""
-        return -(self.slope + 0.5 * self._measured(self.measures.quadratic))
+        return -(self.slope + 0.5 * self._measure(self.measures.quadratic))
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,15 +211,15 @@ class Solution:
             raise SolveError(
                 f"the model has no parameter {missing}; this solution is for {list(self.direction)}"
             )
-        steps = {name: self.direction.factored(name) for name in self.direction}
+        steps = {name: self.direction.step(name) for name in self.direction}
         for name, step in steps.items():
-            given, expected = tuple(parameters[name].shape), tuple(step.shape)
+            given, expected = tuple(parameters[name].shape), step.shape
             if given != expected:
                 raise SolveError(
                     f"the model's `{name}` has shape {given}; this solution is for one of shape {expected}"
                 )
         for name, step in steps.items():
-            add_into(parameters[name], step, lr)
+            step.add_into(parameters[name], lr)
 
     @property
     def predicted_reduction(self) -> float:
@@ -144,7 +227,7 @@ class Solution:
         return sum(block.predicted_reduction for block in self.blocks.values())
 
     def frame(self) -> pd.DataFrame:
-        """One row a block: status, iterations, residuals, gᵀd, predicted reduction, rank, route, π, times."""
+        """One row per block: how it ended, iterations, residuals, gᵀd, predicted reduction, π, times."""
         import pandas as pd
 
         rows = [

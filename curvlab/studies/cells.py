@@ -18,7 +18,15 @@ from typing import Any, Literal
 
 import torch
 
-from curvlab.exceptions import CurvlabError, MatrixFreeError, PairError, ProblemError, SpecError
+from curvlab.exceptions import (
+    CurvlabError,
+    ExecutorError,
+    MatrixFreeError,
+    PairError,
+    ProblemError,
+    SpecError,
+)
+from curvlab.measure.source import source_hash
 from curvlab.problem import Problem
 from curvlab.providers import Provider
 from curvlab.solvers import Solution, Solver
@@ -58,6 +66,7 @@ class Task:
 def run_task(task: Task) -> Row:
     """The row of a cell; whatever goes wrong in it is in its status and message."""
     try:
+        _check_source(task)
         with _threads(task.threads):
             return {**task.head, "status": "ok", "message": "", **_MEASURES[task.kind](task)}
     except Exception as error:
@@ -72,6 +81,16 @@ def failure(task: Task, error: BaseException) -> Row:
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in text:
         text = f"out of memory: {text}"
     return {**task.head, "status": "failed", "message": text[:MESSAGE]}
+
+
+def _check_source(task: Task) -> None:
+    """Refuse to measure for a process that runs another curvlab, as a machine of a cluster might."""
+    wanted = task.head.get("source", source_hash())
+    if wanted != source_hash():
+        raise ExecutorError(
+            f"the worker runs another curvlab (source {source_hash()}) than the study (source {wanted}); "
+            f"install the same one there, and measure the cell again with --retry"
+        )
 
 
 @contextmanager

@@ -8,11 +8,8 @@ tuples become lists, and floats come back to the bit.
 from __future__ import annotations
 
 import json
-import os
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from curvlab.exceptions import StoreError
+from curvlab.files import replaced
 
 __all__ = ["read_checkpoint", "write_checkpoint"]
 
@@ -28,7 +26,7 @@ TENSOR, PAIRS = "__tensor__", "__pairs__"
 
 
 def write_checkpoint(path: Path, tree: dict[str, Any]) -> None:
-    """Write `tree` to `path`: a crash leaves the old checkpoint or the new one, whole.
+    """Write `tree` to `path`: a crash leaves the old checkpoint or the new one, never a part.
 
     >>> import tempfile, torch
     >>> path = Path(tempfile.mkdtemp()) / "checkpoint.safetensors"
@@ -38,19 +36,8 @@ def write_checkpoint(path: Path, tree: dict[str, Any]) -> None:
     """
     tensors: dict[str, Tensor] = {}
     header = json.dumps({"format": FORMAT, "tree": _encode(tree, tensors)})
-    temporary = path.with_name(f".{path.name}.{uuid4().hex}")
-    try:
+    with replaced(path) as temporary:
         save_file(tensors, temporary, metadata={"curvlab": header})
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except (OSError, SafetensorError) as error:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise StoreError(
-            f"cannot write the checkpoint {path}: {error}; free space or choose another folder. The "
-            f"checkpoint written before is whole"
-        ) from error
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from curvlab.exceptions import SpecError
 from curvlab.measure.environment import environment
+from curvlab.measure.source import source_hash
 from curvlab.problem import Problem
 from curvlab.providers import Provider
 from curvlab.solvers import Solver
@@ -22,9 +23,10 @@ from curvlab.studies.comparison import Comparison, comparison_from
 from curvlab.studies.errors import DEFAULT_PROVIDERS
 from curvlab.studies.executor import Place, place_of, run
 from curvlab.studies.facts import facts
-from curvlab.studies.folder import command_of, load_comparison, set_aside, write_frames, write_settings
+from curvlab.studies.folder import command_of, load_comparison, write_frames, write_settings
 from curvlab.studies.grid import convergence_tasks, cost_tasks, first_tasks
 from curvlab.studies.newton import PARAMETERS
+from curvlab.studies.run_lock import run_lock
 from curvlab.studies.settings import DEFAULT_SOLVERS, Settings, build
 from curvlab.studies.setup import Setup
 from curvlab.studies.store import Store
@@ -75,7 +77,8 @@ def compare(
         newton_limit: the exact Newton direction is solved for up to this many parameters.
         threads: torch's threads while measuring (default: as they are).
         output: folder of the store, where the comparison resumes; None keeps all in memory.
-        fresh: measure again what the folder has.
+        fresh: measure again what the folder has; the first new row sets the old ones aside, as
+            results.previous-1.jsonl, -2, ….
         retry: measure again what has failed.
         executor: `"serial"`, `"process[workers=2]"`, `"dask[address=tcp://host:8786]"`, or a
             `concurrent.futures.Executor`.
@@ -121,19 +124,26 @@ def run_comparison(
         raise SpecError(
             f"executor `{executor}` builds the problem in other processes; give a Setup, not a Problem"
         )
-    folder = None if output is None else Path(output)
-    if folder is not None and fresh:
-        set_aside(folder)
-    rows: _Rows = _Memory() if folder is None else Store(folder)
-    study = _study_row(settings, rows)
-    if folder is not None:
-        write_settings(folder, settings.fields(), study["environment"], settings.study)
-    _measure(settings, rows, place, retry, on_progress or (lambda progress: None))
-    config = settings.fields()
-    compared = comparison_from(study, config, rows.rows(), command_of(config))
-    if folder is not None:
+    follow = on_progress or (lambda progress: None)
+    if output is None:
+        memory = _Memory()
+        study = _study_row(settings, memory)
+        memory.append(study)
+        _measure(settings, memory, place, retry, follow)
+        return _comparison(settings, study, memory)
+    with run_lock(output, "compare") as folder:
+        store = Store(folder, fresh=fresh)
+        rows = _FolderRows(folder, settings, store, _study_row(settings, store))
+        _measure(settings, rows, place, retry, follow)
+        rows.begin()
+        compared = _comparison(settings, rows.study, store)
         write_frames(folder, compared)
-    return compared
+        return compared
+
+
+def _comparison(settings: Settings, study: Row, rows: _Rows) -> Comparison:
+    config = settings.fields()
+    return comparison_from(study, config, rows.rows(), command_of(config))
 
 
 class _Rows(Protocol):
@@ -155,23 +165,53 @@ class _Memory:
         return list(self.held)
 
 
+@dataclass
+class _FolderRows:
+    """The store of a folder, in which nothing is touched before there is a row to keep.
+
+    Until then the problem may not be built or the executor not be reached, and all that the folder shows is
+    as the last run left it.
+    """
+
+    folder: Path
+    settings: Settings
+    store: Store
+    study: Row
+    begun: bool = False
+
+    def begin(self) -> None:
+        """Write the study's row, so that the store explains itself, and the configuration."""
+        if self.begun:
+            return
+        if not self.store.has(self.study["key"]):
+            self.store.append(self.study)
+        write_settings(self.folder, self.settings.fields(), self.study["environment"], self.settings.study)
+        self.begun = True
+
+    def append(self, row: Row, /) -> None:
+        self.begin()
+        self.store.append(row)
+
+    def rows(self) -> list[Row]:
+        return self.store.rows()
+
+
 def _study_row(settings: Settings, rows: _Rows) -> Row:
-    """The row that says what was compared, where: written first, so that the store explains itself."""
+    """The row that says what was compared, and where: the one that is there, or a new one."""
     for row in rows.rows():
         if row.get("kind") == "study" and row["key"] == settings.study:
             return row
     problem = build(settings.subject)
     device = next(problem.model.parameters()).device
-    row = {
+    return {
         "key": settings.study,
         "kind": "study",
         "study": settings.study,
+        "source": source_hash(),
         "config": settings.fields(),
         "environment": environment(device) | {"threads": settings.threads},
         "warnings": facts(problem),
     }
-    rows.append(row)
-    return row
 
 
 def _measure(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from curvlab.studies.files import write_bytes_atomic
+from curvlab.files import write_bytes_atomic
 
 __all__ = ["save_curves"]
 

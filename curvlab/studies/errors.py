@@ -18,7 +18,7 @@ from torch import Tensor
 
 from curvlab.curvature import Curvature, LayerCurvature
 from curvlab.exceptions import ProblemError
-from curvlab.linalg import GramFactor, poseig
+from curvlab.linalg import poseig
 from curvlab.model.recording import ChainRecording
 from curvlab.problem import Problem
 from curvlab.providers import GaussNewton, Provider, estimate
@@ -152,7 +152,7 @@ def _weight_errors(
             return 0.0
         if exact_gauss_newton:
             return gauss_newton_error(recording, position)
-        if layer.output is not None and _has_inputs_of(layer, recording, position):
+        if layer.output is not None and _has_inputs_of(layer, recording):
             return stick.error(layer.output.to_dense())
         return math.nan
 
@@ -165,11 +165,12 @@ def _weight_errors(
     return measured
 
 
-def _has_inputs_of(layer: LayerCurvature, recording: ChainRecording, position: int) -> bool:
+def _has_inputs_of(layer: LayerCurvature, recording: ChainRecording) -> bool:
     """Whether the weight block is E[hhᵀ] ⊗ B with the inputs of this very recording."""
-    factor = None if layer.inputs is None else layer.inputs.full
-    own = isinstance(factor, GramFactor) and factor.rows is recording.inputs[position]
-    return own and layer.weight_operator is None
+    if layer.inputs is None or layer.weight_operator is not None:
+        return False
+    recorded = next(record for record in recording.layers if record.layer.name == layer.name)
+    return layer.inputs.full.shares_rows_with(recorded.inputs)
 
 
 def _rows(curvature: Curvature, numbers: list[int], measured: list[Measured]) -> list[dict[str, object]]:

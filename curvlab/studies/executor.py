@@ -8,6 +8,7 @@ whose `start()` gives an `Executor`. A worker process that dies has its cells ru
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import (
@@ -19,6 +20,7 @@ from concurrent.futures import (
     ProcessPoolExecutor,
     wait,
 )
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -87,7 +89,35 @@ class Process:
 
     def start(self) -> Executor:
         """A pool of new processes: torch's threads do not survive a fork."""
-        return ProcessPoolExecutor(self.workers, mp_context=multiprocessing.get_context("spawn"))
+        with _safe_path():
+            return _Pool(self.workers, mp_context=multiprocessing.get_context("spawn"))
+
+
+class _Pool(ProcessPoolExecutor):
+    """A pool whose processes import nothing from the working folder while they start.
+
+    A new Python looks there first until it is given the path of its parent, so that a `socket.py` there would
+    run in it.
+    """
+
+    def submit(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> Future[R]:
+        """Hand a call over; processes that are missing are started here."""
+        with _safe_path():
+            return super().submit(fn, *args, **kwargs)
+
+
+@contextmanager
+def _safe_path() -> Iterator[None]:
+    """Let Python processes that are started now leave the working folder out of their path."""
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONSAFEPATH"]
+        else:
+            os.environ["PYTHONSAFEPATH"] = before
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,16 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from curvlab.exceptions import ResultsFolderError, StoreError
+from curvlab.exceptions import ResultsFolderError
+from curvlab.files import write_text_atomic
 from curvlab.studies.comparison import Comparison, comparison_from
-from curvlab.studies.files import write_text_atomic
 from curvlab.studies.settings import Settings
 from curvlab.studies.setup import Setup
+from curvlab.studies.spreadsheet import csv_text
 from curvlab.studies.store import Store
-from curvlab.studies.toml import read_toml, write_toml
+from curvlab.studies.toml import read_settings, toml_text
 
-__all__ = ["command_of", "load_comparison", "set_aside", "study_of", "write_frames", "write_settings"]
+__all__ = ["command_of", "load_comparison", "study_of", "write_frames", "write_settings"]
 
 LISTS = {"providers": "-p", "solvers": "-s", "baselines": "--baseline"}
 DEFAULTS = {f.name: f.default for c in (Setup, Settings) for f in fields(c)} | {"baselines": ["sgd", "adam"]}
@@ -27,20 +28,10 @@ COMMENT = "The resolved configuration; run it again with: curvlab compare --conf
 OF_PROBLEM = "A problem given from Python: this file says what was compared, and cannot run it again."
 
 
-def set_aside(folder: Path) -> None:
-    """Begin anew: the rows so far are kept in results.previous.jsonl."""
-    path = folder / "results.jsonl"
-    try:
-        if path.exists():
-            path.replace(folder / "results.previous.jsonl")
-    except OSError as error:
-        raise StoreError(f"cannot set aside {path}: {error.strerror}") from error
-
-
 def write_settings(folder: Path, config: dict[str, Any], environment: dict[str, Any], study: str) -> None:
-    """Write config.toml and environment.json, before anything is measured."""
+    """Write config.toml and environment.json."""
     comment = OF_PROBLEM if "problem" in config else COMMENT
-    write_text_atomic(folder / "config.toml", write_toml(config, comment) + "\n")
+    write_text_atomic(folder / "config.toml", toml_text(config, comment))
     write_text_atomic(
         folder / "environment.json", json.dumps({"study": study, **environment}, indent=2) + "\n"
     )
@@ -48,7 +39,7 @@ def write_settings(folder: Path, config: dict[str, Any], environment: dict[str, 
 
 def write_frames(folder: Path, comparison: Comparison) -> None:
     """Write results.csv: the cells, one row a pair."""
-    write_text_atomic(folder / "results.csv", comparison.cells.to_csv(index=False))
+    write_text_atomic(folder / "results.csv", csv_text(comparison.cells))
 
 
 def load_comparison(folder: str | Path) -> Comparison:
@@ -79,7 +70,7 @@ def study_of(folder: Path) -> str:
 def _config_of(folder: Path, like: dict[str, Any]) -> dict[str, Any]:
     """The latest configuration: a second run may have asked for other providers in the same folder."""
     path = folder / "config.toml"
-    return read_toml(path, like) if path.exists() else {}
+    return read_settings(path, like) if path.exists() else {}
 
 
 def command_of(config: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from curvlab.exceptions import SpecError
+from curvlab.measure.source import source_hash
 from curvlab.providers.registry import providers as provider_registry
 from curvlab.registry import Registry
 from curvlab.solvers.registry import solvers as solver_registry
@@ -64,7 +65,7 @@ def _task(settings: Settings, kind: Kind, choice: dict[str, Any], **more: Any) -
     names: dict[str, Registry[Any]] = {"provider": provider_registry, "solver": solver_registry}
     key = settings.key(kind, **{what: names[what].identity(spec) for what, spec in choice.items()}, **more)
     shown = {what: names[what].label(spec) for what, spec in choice.items()}
-    head: Row = {"key": key, "kind": kind, "study": settings.study, **shown}
+    head = _head(settings, kind, key) | shown
     return _with_settings(settings, kind, head, **choice)
 
 
@@ -77,8 +78,13 @@ def _training(settings: Settings, spec: str, shown: Row) -> Task:
         text = spec  # the cell itself says what is wrong with it
     key = settings.key("convergence", optimizer=text, epochs=settings.epochs, batch=settings.train_batch)
     asked = {"epochs_asked": settings.epochs, "train_batch": settings.train_batch, "lr": settings.lr}
-    head: Row = {"key": key, "kind": "convergence", "study": settings.study, "spec": text, **shown, **asked}
+    head = _head(settings, "convergence", key) | {"spec": text, **shown, **asked}
     return _with_settings(settings, "convergence", head, optimizer=spec)
+
+
+def _head(settings: Settings, kind: Kind, key: str) -> Row:
+    """What every row of a comparison says of itself first."""
+    return {"key": key, "kind": kind, "study": settings.study, "source": source_hash()}
 
 
 def _with_settings(settings: Settings, kind: Kind, head: Row, **choice: Any) -> Task:

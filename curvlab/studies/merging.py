@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from curvlab.studies.folder import load_comparison, study_of, write_frames, write_settings
+from curvlab.studies.run_lock import run_lock
 from curvlab.studies.store import Merged, Store, merge
 
 __all__ = ["MergedComparisons", "merge_comparisons"]
@@ -35,7 +36,12 @@ def merge_comparisons(folders: Sequence[str | Path], into: str | Path) -> Merged
     Rows that belong to other studies are kept in the store, and a comparison of their configuration in that
     folder finds them.
     """
-    into, paths = Path(into), [Path(folder) for folder in folders]
+    with run_lock(into, "merge") as target:
+        return _merge(folders, target)
+
+
+def _merge(folders: Sequence[str | Path], into: Path) -> MergedComparisons:
+    paths = [Path(folder) for folder in folders]
     done = merge(paths, into)
     # What a study is, is the same in both; when and with which commit it began need not be.
     done = replace(done, conflicts=[c for c in done.conflicts if c.kept.get("kind") != "study"])

@@ -20,6 +20,7 @@ from curvlab.exceptions import SpecError
 from curvlab.measure import device
 from curvlab.model.recording import AllWeightsZeroError
 from curvlab.optim import LevenbergMarquardt, SecondOrder
+from curvlab.optim.second_order import ALPHA, LEARNING_RATE
 from curvlab.providers.registry import providers
 from curvlab.registry import Registry
 from curvlab.solvers.registry import solvers
@@ -155,8 +156,8 @@ class SecondOrderSpec(OptimizerSpec):
 
     provider: str = "pch-1"
     solver: str = "ea-cg"
-    lr: float = 0.1
-    alpha: float = 0.05
+    lr: float = LEARNING_RATE
+    alpha: float = ALPHA
     momentum: float = 0.0
     weight_decay: float = 0.0
     max_grad_norm: float | None = None

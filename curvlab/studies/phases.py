@@ -15,16 +15,15 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import TypeVar
 
-from curvlab.curvature import Curvature, LayerCurvature
+from curvlab.curvature import Curvature
 from curvlab.gradient import Gradient
 from curvlab.measure import device as devices
 from curvlab.measure.collector import collector_off
 from curvlab.problem import Problem
 from curvlab.providers import estimate
 from curvlab.solvers import Mixed, solve
-from curvlab.solvers.base import LayerGradient
-from curvlab.solvers.by_layers import entry_of
 from curvlab.solvers.registry import solvers
+from curvlab.solvers.solve import layer_gradient
 from curvlab.studies.usage import Pair, fresh
 
 __all__ = ["Phases", "Stopwatch"]
@@ -101,7 +100,7 @@ class Stopwatch:
 
     def _solve_by_layers(self, curvature: Curvature, gradient: Gradient) -> tuple[float, float]:
         solver, damping = solvers.make(self.pair.solver), Mixed(self.pair.alpha)
-        given = [_layer_gradient(layer, gradient) for layer in curvature.layers]
+        given = [layer_gradient(layer, gradient) for layer in curvature.layers]
         pairs = list(zip(curvature.layers, given, strict=True))
         prepare, states = self._timed(lambda: [solver.prepare(layer, damping, g) for layer, g in pairs])
 
@@ -118,10 +117,3 @@ class Stopwatch:
         result = function()
         devices.synchronize(self.device)
         return perf_counter() - start, result
-
-
-def _layer_gradient(layer: LayerCurvature, gradient: Gradient) -> LayerGradient:
-    return LayerGradient(
-        None if layer.weight_name is None else entry_of(gradient, layer.weight_name),
-        None if layer.bias_name is None else gradient[layer.bias_name],
-    )

@@ -1,7 +1,8 @@
 """The settings of a comparison: what is compared, how, and how often; read from and written to TOML.
 
 subject     a `Setup` (by name, rebuilt anywhere) or a `Problem` (as it is, in this process)
-study       hash of all that every number depends on: subject, α, device, dtype, threads, versions
+study       hash of all that every number depends on: subject, α, device, dtype, threads, versions, and the
+            hash of curvlab's own source: rows that another source measured belong to another study
 key         hash of a study and one choice in it: a provider, a pair, an optimizer
 """
 
@@ -22,6 +23,7 @@ from curvlab.architectures import architectures
 from curvlab.criteria.registry import criteria
 from curvlab.data import datasets
 from curvlab.exceptions import SpecError
+from curvlab.measure.source import source_hash
 from curvlab.problem import Problem
 from curvlab.providers import Provider
 from curvlab.providers.registry import providers as provider_registry
@@ -33,7 +35,6 @@ from curvlab.studies.newton import PARAMETERS
 from curvlab.studies.optimizers import check_rate, optimizers
 from curvlab.studies.setup import Setup
 from curvlab.studies.store import key_of
-from curvlab.version import __version__
 
 __all__ = ["DEFAULT_SOLVERS", "Settings", "build"]
 
@@ -133,8 +134,8 @@ class Settings:
                 "versions": {
                     "python": platform.python_version(),
                     "torch": torch.__version__,
-                    "curvlab": __version__,
                 },
+                "source": source_hash(),
             }
         )
 

@@ -1,9 +1,10 @@
-"""The results of a study: an append-only JSON Lines file, one row a line.
+"""The results of a study: an append-only JSON Lines file, one row per line.
 
 A row is appended under a lock, in one write, and is on the disk before `append` returns: two
 processes on one store corrupt nothing, and a process killed at any moment loses at most the row
 under way. A torn last line or a line that is no JSON object with a `key` is moved to
 results.rejected.jsonl, with its number, when the store is opened for writing; the others are used.
+A file without a single row was written by something else: it is refused and left as it is.
 
 Rows are strict JSON: numpy and torch scalars become numbers, tuples lists, and NaN and the
 infinities `null`, since JSON has none of them.
@@ -26,9 +27,9 @@ import pandas as pd
 import torch
 
 from curvlab.exceptions import ResultsFolderError, StoreError
-from curvlab.studies.files import append_bytes, locked, write_text_atomic
+from curvlab.files import append_bytes, locked, set_file_aside, write_text_atomic
 
-__all__ = ["Conflict", "Merged", "Problem", "Store", "key_of", "merge", "write_text_atomic"]
+__all__ = ["Conflict", "Merged", "Problem", "Store", "key_of", "merge", "refuse_foreign_results"]
 
 Row = dict[str, Any]
 
@@ -45,7 +46,9 @@ class Problem:
 class Store:
     """The results in `folder`, read afresh whenever the file has changed.
 
-    With `read_only` nothing is created, locked or repaired: faulty lines are reported and skipped.
+    With `read_only` nothing is created, locked or repaired: faulty lines are reported and skipped. With
+    `fresh` the store begins anew: it has no rows, and what the file holds stays where it is until the first
+    row is appended, which sets it aside as results.previous-1.jsonl, or the next number that is free.
 
     >>> import tempfile
     >>> store = Store(tempfile.mkdtemp())
@@ -54,12 +57,12 @@ class Store:
     (True, [])
     """
 
-    def __init__(self, folder: str | Path, *, read_only: bool = False) -> None:
+    def __init__(self, folder: str | Path, *, read_only: bool = False, fresh: bool = False) -> None:
         self.folder = Path(folder)
         self.path = self.folder / "results.jsonl"
         self.rejected_path = self.folder / "results.rejected.jsonl"
         self.problems: list[Problem] = []
-        self._read_only = read_only
+        self._read_only, self._fresh = read_only, fresh
         self._rows: list[Row] = []
         self._keys: set[str] = set()
         self._signature: tuple[int, ...] | None = None
@@ -77,6 +80,9 @@ class Store:
             raise StoreError(f"a row needs a `key` that is a string, got {row.get('key')!r}; see `key_of`")
         line = json.dumps(_plain(row, non_finite=None), allow_nan=False).encode() + b"\n"
         with self._lock():
+            if self._fresh:
+                set_file_aside(self.path)
+                self._fresh = False
             if _is_torn(self.path):
                 self._repair()
             append_bytes(self.path, line)
@@ -113,6 +119,9 @@ class Store:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ResultsFolderError(f"cannot make the folder {self.folder}: {error.strerror}") from error
+        refuse_foreign_results(self.folder)
+        if self._fresh:
+            return
         with self._lock():
             append_bytes(self.path, b"")
             self._repair()
@@ -135,7 +144,7 @@ class Store:
 
     def _refresh(self) -> None:
         signature = _signature(self.path)
-        if signature == self._signature:
+        if self._fresh or signature == self._signature:
             return
         self._rows, problems = _parse(_read(self.path))
         self._keys = {row["key"] for row in self._rows}
@@ -148,6 +157,29 @@ class Store:
         for problem in new:
             warnings.warn(f"{self.path}, line {problem.line}: {problem.reason}; set aside", stacklevel=3)
         self.problems.extend(new)
+
+
+def refuse_foreign_results(folder: Path) -> None:
+    """Raise where the results.jsonl of `folder` is not curvlab's: it has lines, and none of them is a row."""
+    path = folder / "results.jsonl"
+    lines = _read(path)
+    rows, _ = _parse(lines)
+    if lines and not rows and not _is_first_row_torn(lines):
+        raise ResultsFolderError(
+            f"{path} was not written by curvlab: none of its {len(lines)} lines is a row of results, a JSON "
+            f"object with a `key`. It was left as it is. Choose another folder with -o DIR, or move the file"
+        )
+
+
+def _is_first_row_torn(lines: list[bytes]) -> bool:
+    """Whether all there is may be the beginning of curvlab's first row, whose end a power cut took."""
+    if len(lines) > 1 or lines[0].endswith(b"\n") or not lines[0].startswith(b'{"'):
+        return False
+    try:
+        json.loads(lines[0])
+    except (ValueError, RecursionError):
+        return True
+    return False
 
 
 def key_of(config: Mapping[str, Any]) -> str:

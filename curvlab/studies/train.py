@@ -12,13 +12,19 @@ first step of the epoch allocated. `cg_iterations` is the mean over all steps an
 of blocks that ended in each status at the last step of the epoch, by their true residuals. These two steps
 count with the mean time of the others, because what is measured on them slows them down. `status` is `ok`,
 `diverged` (a loss that is not finite, or a step that was refused) or `failed` (the solver refused the
-curvature), with the reason in `message`.
+curvature), with the reason in `message`. `source` is the hash of the curvlab that wrote the row: a run may be
+resumed after a change of the code.
+
+`constant_loss` is the loss of the best constant output (`curvlab.studies.plateau`), NaN where there is none,
+for a reason that the first `message` gives. `plateau_steps` counts the updates of the last whole epochs in a
+row that were on the plateau: both `step_loss` and `train_loss` within 2 % of `constant_loss`. At the first
+row where it is 100 or more, the `message` says what was seen and what to try; the status stays `ok`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from math import nan
 from pathlib import Path
@@ -31,6 +37,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from curvlab.distributed.communicator import Communicator, communicator_of
+from curvlab.studies.run_lock import run_lock
 from curvlab.studies.train_folder import TrainFolder, frame_of
 from curvlab.studies.train_plan import TrainPlan
 from curvlab.studies.train_run import OK, TrainRun
@@ -89,7 +96,7 @@ def train(
     Args:
         plan: what to train and how.
         folder: where to checkpoint and resume; None keeps everything in memory.
-        fresh: begin anew in `folder`.
+        fresh: begin anew in `folder`; the first checkpoint sets the old run aside (`previous-1/`, …).
         on_progress: called after every step.
         observe: called with the run at the parameters it begins with and at those after every step; it may
             read the model, not change it. A resumed run shows the parameters since its checkpoint again.
@@ -107,8 +114,8 @@ def train(
     [['pch-1 + ea-cg', 0, 'ok'], ['pch-1 + ea-cg', 1, 'ok']]
     """
     communicator = communicator_of(process_group)
-    outputs = None if folder is None else _opened(lambda: TrainFolder(folder, plan, fresh), communicator)
-    with nullcontext() if outputs is None else outputs.lock(), torch.random.fork_rng():
+    with ExitStack() as held, torch.random.fork_rng():
+        outputs = None if folder is None else _opened(folder, plan, fresh, communicator, held)
         torch.manual_seed(plan.setup.seed)
         run = TrainRun(plan, communicator)
         _restore(run, outputs)
@@ -119,10 +126,16 @@ def train(
     return frame_of([row for row in run.rows if row["epoch"] <= plan.epochs])
 
 
-def _opened(open_folder: Callable[[], TrainFolder], communicator: Communicator) -> TrainFolder | None:
-    """The folder, on the first rank only; what is wrong with it is raised on all."""
+def _opened(
+    folder: str | Path, plan: TrainPlan, fresh: bool, communicator: Communicator, held: ExitStack
+) -> TrainFolder | None:
+    """The folder, locked until `held` ends, on the first rank; what is wrong with it is raised on all."""
     opened: list[TrainFolder] = []
-    communicator.first_rank(lambda: opened.append(open_folder()))
+
+    def open_folder() -> None:
+        opened.append(TrainFolder(held.enter_context(run_lock(folder, "train")), plan, fresh))
+
+    communicator.first_rank(open_folder)
     return opened[0] if opened else None
 
 

@@ -1,19 +1,20 @@
 """The folder of a training run: what it was, what it measured, and where it can go on.
 
     config.toml  environment.json             the plan and what else the result depends on
-    results.jsonl  metrics.csv                one row an epoch
+    results.jsonl  metrics.csv                one row per epoch
     checkpoint.safetensors                    model, optimizer, position, random state, rows
     learning-curve.png
+    previous-1/  previous-2/  …               runs that a fresh one has set aside, each as it was
 
-The checkpoint holds the rows too: whatever a kill kept from the other files is written on resuming.
+The checkpoint holds the rows too: whatever a kill kept from the other files is written on resuming. Nothing
+in the folder changes before the run has a checkpoint to write.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import tomllib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,57 +22,55 @@ import pandas as pd
 
 from curvlab import specs
 from curvlab.exceptions import SpecError, StoreError
+from curvlab.files import next_number, write_text_atomic
 from curvlab.measure.environment import environment
 from curvlab.studies.checkpoint import read_checkpoint, write_checkpoint
-from curvlab.studies.files import locked, writable_folder, write_text_atomic
 from curvlab.studies.rates import rate_words, rates_of
-from curvlab.studies.store import Store
+from curvlab.studies.spreadsheet import csv_text
+from curvlab.studies.store import Store, refuse_foreign_results
+from curvlab.studies.toml import read_toml, toml_text
 from curvlab.studies.train_plan import TrainPlan
 from curvlab.studies.train_run import TrainRun
 
-__all__ = ["TrainFolder", "frame_of"]
+__all__ = ["TrainFolder", "frame_of", "steps_in"]
 
+CHECKPOINT = "checkpoint.safetensors"
+DESCRIPTIONS = ("config.toml", "environment.json")
+# The checkpoint is the last to be set aside: as long as it is there it holds the rows of the others.
 OUTPUTS = (
-    "checkpoint.safetensors",
     "results.jsonl",
     "results.rejected.jsonl",
     "metrics.csv",
     "learning-curve.png",
+    CHECKPOINT,
 )
 
 
 class TrainFolder:
-    """The output folder of one plan; opened by one process at a time."""
+    """The output folder of one plan, whose lock the caller holds."""
 
-    def __init__(self, path: str | Path, plan: TrainPlan, fresh: bool = False) -> None:
+    def __init__(self, path: Path, plan: TrainPlan, fresh: bool = False) -> None:
         self.plan = plan.resolve()
-        self.path = writable_folder(path)
-        self.checkpoint = self.path / "checkpoint.safetensors"
-        self._config = self.path / "config.toml"
+        self.path = path
+        self.checkpoint = path / CHECKPOINT
+        self._fresh = fresh
+        self._store: Store | None = None
+        refuse_foreign_results(path)
         found = self._read_config()
         if fresh and found is not None:
-            self._remove_outputs(found)
+            self._check_training(found)
         elif found is not None:
             self._check_same(found)
-        self.store = Store(self.path)
-        write_text_atomic(self._config, to_toml(self.plan.canonical()))
-        described = environment(self.plan.setup.device)
-        write_text_atomic(self.path / "environment.json", json.dumps(described, indent=2) + "\n")
-
-    @contextmanager
-    def lock(self) -> Iterator[None]:
-        """Hold the folder; another process that wants it waits."""
-        with locked(self.path / ".train.lock"):
-            yield
 
     def restore(self, run: TrainRun) -> None:
-        """Bring a run to where the folder's checkpoint left it, if there is one."""
-        if self.checkpoint.exists():
+        """Bring a run to where the folder's checkpoint left it, unless there is none or it begins anew."""
+        if self.checkpoint.exists() and not self._fresh:
             run.restore(read_checkpoint(self.checkpoint))
             self._publish(run)
 
     def save(self, run: TrainRun) -> None:
         """Write the run's state; rows that are new go to the other files."""
+        self._begin()
         write_checkpoint(self.checkpoint, run.state())
         self._publish(run)
 
@@ -82,24 +81,55 @@ class TrainFolder:
         label = f"{run.plan.labels()['optimizer']}\n{rate_words(rates_of(run.plan.optimizer))}"
         save_curves({label: frame_of(run.rows)}, self.path / "learning-curve.png")
 
+    def _begin(self) -> Store:
+        """The store, after an old run was set aside, if need be, and the new one's plan was written."""
+        if self._store is None:
+            if self._fresh:
+                self._set_aside()
+            store = Store(self.path)
+            write_text_atomic(self.path / "config.toml", toml_text(self.plan.canonical()))
+            described = environment(self.plan.setup.device)
+            write_text_atomic(self.path / "environment.json", json.dumps(described, indent=2) + "\n")
+            self._store = store
+        return self._store
+
+    def _set_aside(self) -> None:
+        """Move the run that is there to a numbered folder, in which it could be resumed."""
+        found = [name for name in OUTPUTS if _has_content(self.path / name)]
+        if not found:
+            return
+        try:
+            aside = self.path / f"previous-{next_number(self.path, 'previous-{}')}"
+            aside.mkdir()
+            for name in DESCRIPTIONS:
+                if (self.path / name).exists():
+                    shutil.copy2(self.path / name, aside / name)
+            for name in found:
+                (self.path / name).rename(aside / name)
+        except OSError as error:
+            raise StoreError(
+                f"cannot set aside the run in {self.path}: {error.strerror or error}. What was moved is in "
+                f"previous-…, the rest where it was"
+            ) from error
+
     def _publish(self, run: TrainRun) -> None:
-        known = self.store.keys()
+        store = self._begin()
+        known = store.keys()
         new = [row for row in run.rows if row["key"] not in known]
         for row in new:
-            self.store.append(row)
+            store.append(row)
         if new or not (self.path / "metrics.csv").exists():
-            write_text_atomic(self.path / "metrics.csv", frame_of(run.rows).to_csv(index=False))
+            write_text_atomic(self.path / "metrics.csv", csv_text(frame_of(run.rows)))
 
     def _read_config(self) -> dict[str, Any] | None:
+        path = self.path / "config.toml"
         try:
-            return tomllib.loads(self._config.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return None
-        except (OSError, tomllib.TOMLDecodeError) as error:
-            raise StoreError(f"cannot read {self._config}: {error}; choose another folder") from error
+            return read_toml(path) if path.exists() else None
+        except SpecError as error:
+            raise StoreError(f"{error}; choose another folder with -o") from error
 
     def _check_same(self, found: dict[str, Any]) -> None:
-        wanted = _flat(tomllib.loads(to_toml(self.plan.identity())))
+        wanted = _flat(tomllib.loads(toml_text(self.plan.identity())))
         held = _flat(found)
         if "epochs" not in wanted:
             held.pop("epochs", None)
@@ -111,37 +141,27 @@ class TrainFolder:
                 f"with -o, or begin anew there with --fresh"
             )
 
-    def _remove_outputs(self, found: dict[str, Any]) -> None:
+    def _check_training(self, found: dict[str, Any]) -> None:
         if found.get("study") != "train":
             raise SpecError(
                 f"{self.path} holds the results of another study, which --fresh of a training run does not "
-                f"remove; choose another folder with -o"
+                f"set aside; choose another folder with -o"
             )
-        for name in OUTPUTS:
-            (self.path / name).unlink(missing_ok=True)
+
+
+def _has_content(path: Path) -> bool:
+    return path.exists() and path.stat().st_size > 0
+
+
+def steps_in(folder: Path) -> int:
+    """How many steps the run of a folder has made by its checkpoint; 0 where there is none."""
+    path = folder / CHECKPOINT
+    return int(read_checkpoint(path)["steps"]) if path.exists() else 0
 
 
 def frame_of(rows: list[dict[str, Any]]) -> pd.DataFrame:
-    """One row an epoch, without the store's own fields."""
+    """One row per epoch, without the store's own fields."""
     return pd.DataFrame(rows).drop(columns=["kind", "key"], errors="ignore")
-
-
-def to_toml(fields: dict[str, Any]) -> str:
-    """Texts, numbers and booleans, and one level of tables, as TOML; what is None is left out.
-
-    >>> print(to_toml({"epochs": 3, "setup": {"data": "digits", "model": None}}), end="")
-    epochs = 3
-    <BLANKLINE>
-    [setup]
-    data = "digits"
-    """
-    tables = {name: value for name, value in fields.items() if isinstance(value, dict)}
-    lines = [
-        f"{name} = {json.dumps(v)}" for name, v in fields.items() if name not in tables and v is not None
-    ]
-    for name, table in tables.items():
-        lines += ["", f"[{name}]", *(f"{key} = {json.dumps(v)}" for key, v in table.items() if v is not None)]
-    return "\n".join(lines) + "\n"
 
 
 def _flat(fields: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import isfinite, nan
 from time import perf_counter, process_time
 from typing import Any
@@ -24,9 +25,11 @@ from curvlab.distributed.launch import rank_batches
 from curvlab.exceptions import PairError, ProblemError, SolveError
 from curvlab.measure import device as devices
 from curvlab.measure.memory import peak_bytes
+from curvlab.measure.source import source_hash
 from curvlab.optim import SecondOrder
 from curvlab.solvers import Solution, Status
 from curvlab.studies.evaluate import Score, evaluate
+from curvlab.studies.plateau import Plateau, plateau_note, stays_on_plateau
 from curvlab.studies.train_plan import TrainPlan
 
 __all__ = ["OK", "TrainRun"]
@@ -108,6 +111,13 @@ class TrainRun:
         train = self.data.train
         limit = self.plan.evaluate_examples
         return train if len(train) <= limit else train.subset(limit, self.plan.setup.seed)
+
+    @cached_property
+    def plateau(self) -> Plateau:
+        """The plateau of the examples behind the training loss."""
+        with torch.no_grad():
+            outputs = self.model(self.evaluated.batch(torch.arange(1))[0]).shape[1]
+        return Plateau.of(self.criterion, self.evaluated, outputs, self.plan.setup.torch_dtype)
 
     @property
     def batches_per_epoch(self) -> int:
@@ -233,27 +243,42 @@ class TrainRun:
 
     def _close(self, scores: dict[str, float], message: str = "") -> None:
         tally = self.tally
-        self.rows.append(
-            {
-                "kind": "epoch",
-                "key": self.plan.row_key(self.epoch),
-                **self.plan.labels(),
-                "epoch": self.epoch,
-                "steps": self.steps,
-                "seconds": self.seconds,
-                "cpu_seconds": self.closed_cpu + tally.cpu_seconds,
-                "step_seconds": tally.step_seconds,
-                "step_loss": tally.loss / tally.steps if tally.steps else nan,
-                **scores,
-                "peak_bytes": tally.peak_bytes,
-                "cg_iterations": tally.iterations / tally.solves if tally.solves else nan,
-                **{f"blocks_{s.slug.replace('-', '_')}": tally.statuses.get(s.slug, nan) for s in Status},
-                "status": self.status,
-                "message": message,
-            }
-        )
+        row = {
+            "kind": "epoch",
+            "key": self.plan.row_key(self.epoch),
+            **self.plan.labels(),
+            "epoch": self.epoch,
+            "steps": self.steps,
+            "seconds": self.seconds,
+            "cpu_seconds": self.closed_cpu + tally.cpu_seconds,
+            "step_seconds": tally.step_seconds,
+            "step_loss": tally.loss / tally.steps if tally.steps else nan,
+            **scores,
+            "constant_loss": self.plateau.height,
+            "peak_bytes": tally.peak_bytes,
+            "cg_iterations": tally.iterations / tally.solves if tally.solves else nan,
+            **{f"blocks_{s.slug.replace('-', '_')}": tally.statuses.get(s.slug, nan) for s in Status},
+            "status": self.status,
+            "source": source_hash(),
+        }
+        row["plateau_steps"] = self._plateau_steps(row)
+        self.rows.append(row | {"message": message or self._plateau_message(row)})
         self.closed_seconds, self.closed_cpu = self.seconds, self.closed_cpu + tally.cpu_seconds
         self.tally, self._batches = Tally(), None
+
+    def _plateau_steps(self, row: Row) -> int:
+        """Updates up to this row in whole epochs on the plateau, without a break."""
+        if not (self.plateau.holds(row["step_loss"]) and self.plateau.holds(row["train_loss"])):
+            return 0
+        before = self.rows[-1].get("plateau_steps", 0) if self.rows else 0
+        return int(before) + self.tally.steps
+
+    def _plateau_message(self, row: Row) -> str:
+        """The note, at the first row of a stay on the plateau; before training, why no plateau is known."""
+        if not self.rows:
+            return self.plateau.reason and f"No plateau is watched for: {self.plateau.reason}."
+        new = stays_on_plateau(row) and not stays_on_plateau(self.rows[-1])
+        return plateau_note(self.plan, row) if new else ""
 
     def state(self) -> dict[str, Any]:
         """All that the run needs to go on."""

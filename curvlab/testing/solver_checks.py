@@ -12,7 +12,7 @@ from torch import Tensor
 from curvlab.curvature import Curvature, Definiteness
 from curvlab.exceptions import PairError
 from curvlab.gradient import Gradient
-from curvlab.linalg.product import form
+from curvlab.linalg.steps import as_step
 from curvlab.problem import Problem
 from curvlab.providers import estimate
 from curvlab.solvers import LayerGradient, Mixed, Solution, Solver, Status, solve, solvers
@@ -140,9 +140,8 @@ def check_phases(subject: SolverSubject) -> None:
         for what in ("weight", "bias"):
             value, expected = getattr(reused, what), getattr(fresh, what)
             if value is not None:
-                _close(
-                    form(value), form(expected), SAME, f"prepare reads the values of the {what}'s gradient"
-                )
+                found, wanted = as_step(value).form(), as_step(expected).form()
+                _close(found, wanted, SAME, f"prepare reads the values of the {what}'s gradient")
 
 
 def check_side_effects(subject: SolverSubject) -> None:

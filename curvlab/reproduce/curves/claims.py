@@ -15,7 +15,8 @@ import pandas as pd
 
 from curvlab.report.numbers import digits, percent
 from curvlab.reproduce.judgement import CLOSE, Claim, Frames, Judgement, Verdict, unmeasured, verdict_of
-from curvlab.reproduce.plateau import LEFT, uninformed
+from curvlab.reproduce.subjects import uninformed
+from curvlab.studies.plateau import LEFT
 
 __all__ = [
     "Choice",

@@ -10,6 +10,7 @@ from curvlab.reproduce.task import Places, Show
 from curvlab.studies.store import Store
 from curvlab.studies.train import Progress, TrainPlan, train
 from curvlab.studies.train_folder import frame_of
+from curvlab.studies.train_run import TrainRun
 
 __all__ = ["TrainingRun", "curves_frame"]
 
@@ -39,6 +40,10 @@ class TrainingRun:
             for row in store.rows(EPOCH)
         )
 
+    def prepare(self) -> None:
+        """Load the data, build the model and the optimizer."""
+        TrainRun(self.plan)
+
     def run(self, places: Places, show: Show) -> None:
         """Train, or take the run as another experiment left it, and record the epochs."""
 
@@ -46,7 +51,8 @@ class TrainingRun:
             done = (state.epoch + state.step / state.steps) / max(state.epochs, 1)
             show(min(done, 1.0), f"{self.label}, epoch {state.epoch} of {state.epochs}")
 
-        frame = train(self.plan, places.runs / self.plan.key, on_progress=progress, draw=False)
+        folder = places.runs / self.plan.key
+        frame = train(self.plan, folder, fresh=places.fresh, on_progress=progress, draw=False)
         store = Store(places.store)
         setup = self.plan.setup
         head = {"kind": EPOCH, "plan": self.plan.key, "criterion": setup.criterion, "data": setup.data,

@@ -12,14 +12,16 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from curvlab.reproduce.plateau import LATE, LEFT
 from curvlab.studies.errors import TOTAL
+from curvlab.studies.plateau import LEFT
 
 __all__ = ["INNER", "PHASES", "ROUNDING", "averages", "phase_of", "with_phases"]
 
 INNER = "Total without the last layer"
 ROUNDING = 1e-5  # below it an error is that of an exact block in float32
 PHASES = ("plateau", "escape", "late")
+LATE = 0.90
+"""A run is late in training when its loss is below this share of the plateau's height."""
 
 
 def averages(errors: pd.DataFrame) -> pd.DataFrame:

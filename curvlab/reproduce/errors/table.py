@@ -25,8 +25,7 @@ from curvlab.reproduce.errors.trajectory import PROVIDERS, Sampling, Trajectory,
 from curvlab.reproduce.errors.words import average_table, error_answer, share_table
 from curvlab.reproduce.experiment import Experiment, Outcome
 from curvlab.reproduce.paper import paper_errors
-from curvlab.reproduce.plateau import uninformed
-from curvlab.reproduce.subjects import Options, Role, Scale, subject
+from curvlab.reproduce.subjects import Options, Role, Scale, subject, uninformed
 from curvlab.reproduce.task import Task
 from curvlab.studies.errors import TOTAL
 from curvlab.studies.store import Store

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import pandas as pd
 from torch import Tensor
 
+from curvlab.measure.source import source_hash
 from curvlab.problem import Problem
 from curvlab.reproduce.task import Places, Row, Show
 from curvlab.studies.errors import TOTAL, errors
 from curvlab.studies.store import Store, key_of
 from curvlab.studies.train import Progress, TrainPlan, train
+from curvlab.studies.train_folder import steps_in
 from curvlab.studies.train_run import TrainRun
 
 __all__ = ["PROVIDERS", "Sampling", "Trajectory", "errors_frame"]
@@ -90,10 +93,15 @@ class Trajectory:
             _ended_early(store, self.end_key) or all(self.point_key(*point) in keys for point in self.points)
         )
 
+    def prepare(self) -> None:
+        """Load the data, build the model and the optimizer."""
+        TrainRun(self.plan)
+
     def run(self, places: Places, show: Show) -> None:
         """Train, measure at the points that the store lacks, and say how the run ended."""
         store = Store(places.store)
         observer = _Observer(self, store)
+        folder = places.runs / self.run_key
 
         def progress(state: Progress) -> None:
             done = state.epoch * state.steps + state.step
@@ -101,7 +109,8 @@ class Trajectory:
 
         frame = train(
             replace(self.plan, epochs=self.updates),  # more than there are: the updates end the run
-            places.runs / self.run_key,
+            folder,
+            fresh=places.fresh or self._passed_a_missing_point(store, folder),
             on_progress=progress,
             observe=observer,
             should_stop=lambda: observer.step >= self.updates,
@@ -113,6 +122,7 @@ class Trajectory:
                 {
                     "kind": END,
                     "key": self.end_key,
+                    "source": source_hash(),
                     "seed": self.plan.setup.seed,
                     "criterion": self.plan.setup.criterion,
                     "steps": observer.step,
@@ -122,6 +132,14 @@ class Trajectory:
                     "samplings": [asdict(sampling) for sampling in self.samplings],
                 }
             )
+
+    def _passed_a_missing_point(self, store: Store, folder: Path) -> bool:
+        """Whether the run is past a point that the store lacks, so that its parameters are needed again.
+
+        A point is stored before the checkpoint after it, so this is a store that has begun anew.
+        """
+        keys, reached = store.keys(), steps_in(folder)
+        return any(step < reached and self.point_key(step, batch) not in keys for step, batch in self.points)
 
 
 class _Observer:
@@ -147,6 +165,7 @@ class _Observer:
         return {
             "kind": POINT,
             "key": self.task.point_key(run.steps, batch),
+            "source": source_hash(),
             "criterion": self.task.plan.setup.criterion,
             "data": self.task.plan.setup.data,
             "seed": self.task.plan.setup.seed,

@@ -18,7 +18,7 @@ from typing import Any
 from curvlab.exceptions import SpecError
 from curvlab.reproduce.paper import GRID
 from curvlab.studies.setup import Setup
-from curvlab.studies.toml import read_toml
+from curvlab.studies.toml import read_settings
 from curvlab.studies.train_plan import TrainPlan
 
 __all__ = ["AXES", "GridStudy", "parse_only"]
@@ -54,7 +54,7 @@ class GridStudy:
     @classmethod
     def read(cls, path: str | Path) -> GridStudy:
         """The study of a TOML file; a key it does not know is an error that names the nearest."""
-        found = read_toml(path, [field.name for field in fields(cls)])
+        found = read_settings(path, [field.name for field in fields(cls)])
         for name, value in found.items():
             listed = name in (*AXES, "pairs")
             if listed != isinstance(value, list) or value == []:

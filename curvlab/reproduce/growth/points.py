@@ -36,6 +36,7 @@ from curvlab.exceptions import SolveError
 from curvlab.measure.collector import collector_off
 from curvlab.measure.flops import counting
 from curvlab.measure.memory import Tracker
+from curvlab.measure.source import source_hash
 from curvlab.problem import Problem
 from curvlab.providers import estimate
 from curvlab.reproduce.growth.sweeps import ITERATIVE, SAMPLE_SPACE, SCALES, TEXTBOOK, Sizes, sweeps
@@ -88,6 +89,10 @@ class GrowthTask:
         """Whether the store has its row."""
         return store.has(self.key)
 
+    def prepare(self) -> None:
+        """Build the problem."""
+        _problem(self)
+
     def run(self, places: Places, show: Show) -> None:
         """Measure, unless the store has the row."""
         store = Store(places.store)
@@ -126,6 +131,7 @@ def run_growth_task(task: GrowthTask) -> Row:
     return {
         "kind": KIND,
         "key": task.key,
+        "source": source_hash(),
         "quantity": task.quantity,
         "subject": task.subject,
         "formulation": task.formulation,

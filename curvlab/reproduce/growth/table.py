@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
+from curvlab.measure.source import source_hash
 from curvlab.report.content import Answer, Content, Drawing, Section
 from curvlab.report.numbers import digits
 from curvlab.report.tables import Entry, Table
@@ -53,11 +54,15 @@ class CardQuestion:
         """Whether it was answered."""
         return store.has(self.key)
 
+    def prepare(self) -> None:
+        """Nothing is needed: no data are read and no model is built."""
+
     def run(self, places: Places, show: Show) -> None:
         """Plan, and keep the answer as one row."""
         show(0.0, self.label)
         rows = card_frame(card=self.card).to_dict("records")
-        Store(places.store).append({"kind": CARD_KIND, "key": self.key, "rows": rows})
+        answer = {"kind": CARD_KIND, "key": self.key, "source": source_hash(), "rows": rows}
+        Store(places.store).append(answer)
 
 
 @dataclass(frozen=True)

@@ -10,17 +10,18 @@ import curvlab
 from curvlab.gradient import RowGradient
 from curvlab.linalg import DenseFactor, GramFactor
 from curvlab.linalg.inputs import InputFactors
-from curvlab.linalg.product import RowProduct, form
-from curvlab.solvers.mean_side import MeanSide
-from curvlab.solvers.perpendicular import SPLIT_ELEMENTS, split_gradient
-from curvlab.solvers.residual import DampedSystem, weight_residual
-from curvlab.solvers.sides import (
-    DenseSide,
-    EigenSide,
-    InputSide,
-    RowSide,
-    SampleSide,
+from curvlab.linalg.steps import RowProduct, as_step
+from curvlab.solvers.input_coordinates import (
+    SPLIT_ELEMENTS,
+    DenseCoordinates,
+    EigenCoordinates,
+    InputCoordinates,
+    MeanCoordinates,
+    RowCoordinates,
+    SampleCoordinates,
+    split_gradient,
 )
+from curvlab.solvers.systems import DampedSystem, WeightMeasures
 from tests.solver_cases import assert_close, problem
 from tests.test_linalg_factors import randn, roots
 
@@ -30,15 +31,15 @@ def gradient_of(h: Tensor, s: Tensor) -> RowGradient:
     return RowGradient(GramFactor(s, root), GramFactor(h, root))
 
 
-def sides(gradient: RowGradient) -> list[InputSide]:
+def sides(gradient: RowGradient) -> list[InputCoordinates]:
     inputs = InputFactors(gradient.inputs)
     return [
-        SampleSide(gradient.inputs),
-        EigenSide(gradient.inputs),
-        RowSide(gradient.inputs),
-        DenseSide(gradient.inputs),
-        MeanSide(inputs, "sample"),
-        MeanSide(inputs, "dense"),
+        SampleCoordinates(gradient.inputs),
+        EigenCoordinates(gradient.inputs),
+        RowCoordinates(gradient.inputs),
+        DenseCoordinates(gradient.inputs),
+        MeanCoordinates(inputs, "sample"),
+        MeanCoordinates(inputs, "dense"),
     ]
 
 
@@ -46,16 +47,18 @@ def sides(gradient: RowGradient) -> list[InputSide]:
 def test_coordinates_give_back_the_gradient(index: int) -> None:
     gradient = gradient_of(randn(4, 9), randn(4, 3, seed=1))
     side = sides(gradient)[index]
-    coordinates = side.coordinates(gradient)
+    coordinates = side.of(gradient)
     assert coordinates.x.shape == (3, side.size)
-    assert_close(form(side.assemble(coordinates, coordinates.x, lambda y: 1.0 * y)), gradient.form(), 1e-12)
+    assert_close(
+        as_step(coordinates.assemble(coordinates.x, lambda y: 1.0 * y)).form(), gradient.form(), 1e-12
+    )
 
 
 @pytest.mark.parametrize("index", range(1, 6))
 def test_orthonormal_coordinates_keep_the_norm(index: int) -> None:
     gradient = gradient_of(randn(4, 9), randn(4, 3, seed=1))
     side = sides(gradient)[index]
-    coordinates = side.coordinates(gradient)
+    coordinates = side.of(gradient)
     square = coordinates.x.square().sum() + (coordinates.perp_norm or torch.zeros(())) ** 2
     assert float(square) == pytest.approx(float(gradient.form().square().sum()), rel=1e-12)
 
@@ -64,12 +67,12 @@ def test_orthonormal_coordinates_keep_the_norm(index: int) -> None:
 def test_the_right_action_of_the_input_factor_is_the_small_matrix(index: int) -> None:
     gradient = gradient_of(randn(4, 9), randn(4, 3, seed=1))
     side = sides(gradient)[index]
-    kind = "mean" if isinstance(side, MeanSide) else "full"
+    kind = "mean" if isinstance(side, MeanCoordinates) else "full"
     a = InputFactors(gradient.inputs).factor(kind).to_dense()
     assert float(side.trace) == pytest.approx(float(a.trace()), rel=1e-12)
-    coordinates = side.coordinates(gradient)
-    image = side.assemble(coordinates, coordinates.x @ side.matrix, lambda y: 0.0 * y)
-    assert_close(form(image), gradient.form() @ a, 1e-11)
+    coordinates = side.of(gradient)
+    image = coordinates.assemble(coordinates.x @ side.matrix, lambda y: 0.0 * y)
+    assert_close(as_step(image).form(), gradient.form() @ a, 1e-11)
     if side.diagonal is not None:
         assert_close(torch.diag(side.diagonal), side.matrix, 1e-15)
 
@@ -80,8 +83,8 @@ def test_the_norm_off_the_mean_keeps_its_digits_in_float32() -> None:
     s = randn(20, 3, seed=1).float()
     single = gradient_of(h, s)
     double = gradient_of(h.double(), s.double())
-    expected = MeanSide(InputFactors(double.inputs), "dense").coordinates(double).perp_norm
-    found = MeanSide(InputFactors(single.inputs), "sample").coordinates(single).perp_norm
+    expected = MeanCoordinates(InputFactors(double.inputs), "dense").of(double).perp_norm
+    found = MeanCoordinates(InputFactors(single.inputs), "sample").of(single).perp_norm
     assert expected is not None
     assert found is not None
     assert float(found) == pytest.approx(float(expected), rel=1e-3)
@@ -155,9 +158,9 @@ def test_eigenvalues_that_are_rounding_act_as_zero(dtype: torch.dtype) -> None:
     gradient = gradient_of(rows, randn(30, 4, seed=2).to(dtype))
     values = torch.linalg.eigvalsh(gradient.inputs.gram)
     assert int((values > 0).sum()) > 3
-    side = EigenSide(gradient.inputs)
+    side = EigenCoordinates(gradient.inputs)
     assert int((side.diagonal != 0).sum()) == 3
-    assert not side.coordinates(gradient).x[:, side.diagonal == 0].any()
+    assert not side.of(gradient).x[:, side.diagonal == 0].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -195,17 +198,17 @@ def test_a_residual_is_no_larger_for_coefficients_that_mean_nothing() -> None:
     nothing = 100 * randn(5, 3, seed=1)
     moved = RowProduct(step.coefficients + torch.cat([nothing, -nothing], dim=1), step.gram)
     layer, entry = curvature.layers[0], gradient.factored("0.weight")
-    system = DampedSystem("full", 0.9, 0.1)
-    assert float(weight_residual(system, layer, step, entry)) < 1e-12
-    assert float(weight_residual(system, layer, moved, entry)) < 1e-9
+    system, damping = DampedSystem("full", 0.9, 0.1), curvlab.Mixed(0.1)
+    assert float(WeightMeasures(system, layer, step, entry, damping).residual()) < 1e-12
+    assert float(WeightMeasures(system, layer, moved, entry, damping).residual()) < 1e-9
 
 
 def test_the_norm_off_the_mean_is_computed_only_where_it_is_wanted() -> None:
     gradient = gradient_of(randn(4, 9), randn(4, 3, seed=1))
     for route in ("sample", "dense"):
-        side = MeanSide(InputFactors(gradient.inputs), route, norm=False)
-        coordinates = side.coordinates(gradient)
+        side = MeanCoordinates(InputFactors(gradient.inputs), route, norm=False)
+        coordinates = side.of(gradient)
         assert coordinates.perp_norm is None
-        step = side.assemble(coordinates, coordinates.x, lambda y: 1.0 * y)
-        assert_close(form(step), gradient.form(), 1e-12)
+        step = coordinates.assemble(coordinates.x, lambda y: 1.0 * y)
+        assert_close(as_step(step).form(), gradient.form(), 1e-12)
     assert "centred_gram" not in vars(gradient.inputs)

@@ -1,8 +1,8 @@
 """Which coordinates a layer is solved in: a stated cost model, or what the user forces.
 
 Costs are floating-point operations at the speed of a matrix product. Memory traffic counts `FLOPS_PER_BYTE`
-operations a byte (about what one core does while it waits for a byte), and a factorisation of order k what it
-takes at that speed: k³/3 + 200k² for Cholesky, 9k³ + 3000k² for eigenvectors, 5k²n + 4000k² for the QR
+operations per byte (about what one core does while it waits for a byte), and a factorisation of order k what
+it takes at that speed: k³/3 + 200k² for Cholesky, 9k³ + 3000k² for eigenvectors, 5k²n + 4000k² for the QR
 decomposition of k rows of n. For m rows, n = n_{t-1} inputs and o = n_t outputs:
 
     sample   K            m²n + solve(m)                  and the update  2 o m n
@@ -19,30 +19,32 @@ from the Gram matrix, m²n) and forming G (traffic of G and of the update).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from curvlab.curvature import LayerCurvature
 from curvlab.exceptions import PairError
 from curvlab.gradient import RowGradient
-from curvlab.linalg import DenseFactor, GramFactor
+from curvlab.linalg import Factor, GramFactor
 from curvlab.linalg.inputs import InputKind
-from curvlab.solvers.mean_side import MeanSide
-from curvlab.solvers.sides import (
-    DenseSide,
-    EigenSide,
-    InputSide,
-    RowSide,
-    SampleSide,
+from curvlab.solvers.input_coordinates import (
+    DenseCoordinates,
+    EigenCoordinates,
+    InputCoordinates,
+    MeanCoordinates,
+    RowCoordinates,
+    SampleCoordinates,
     WeightGradient,
 )
+from curvlab.solvers.systems import input_factors
 
-__all__ = ["Eigen", "Inverse", "Iteration", "Route", "Work", "costs", "mean_costs", "side_for"]
+__all__ = ["Eigen", "Inverse", "Iteration", "Route", "Work", "choose_coordinates", "costs", "mean_costs"]
 
 Route = Literal["auto", "sample", "row", "dense"]
 FLOPS_PER_BYTE = 6.0
 SYMMETRIC = 0.65  # share of a full product that a symmetric one costs
-PASSES = 30.0  # operations a byte of a vector that the vector operations of an iteration take
+PASSES = 30.0  # operations per byte of a vector that the vector operations of an iteration take
 
 
 def _cholesky(k: int) -> float:
@@ -137,75 +139,60 @@ def mean_costs(m: int, n: int, o: int, element_size: int, iterative: bool) -> di
     return {"sample": left * m + update, "dense": left * n + update + 6 * traffic}
 
 
-def side_for(
+def choose_coordinates(
     layer: LayerCurvature,
     gradient: WeightGradient,
     kind: InputKind,
     route: Route,
     work: Work,
-) -> InputSide:
-    """The side of `layer` to solve on, by the cost model or as `route` forces it.
+) -> InputCoordinates:
+    """The coordinates to solve `layer` in, by the cost model or as `route` forces them.
 
     An iteration takes inner products of coordinates: these are then orthonormal, and the norm of G⊥ is known.
     """
-    inputs = layer.inputs
-    assert inputs is not None
-    own = isinstance(gradient, RowGradient) and gradient.inputs is inputs.full
+    inputs = input_factors(layer)
+    own = isinstance(gradient, RowGradient) and gradient.inputs.shares_rows_with(inputs.full)
     iterative = isinstance(work, Iteration)
     if route == "auto":
-        chosen = _choose(layer, gradient, kind, work, own)
+        chosen = _cheapest_route(inputs.full, gradient.shape, kind, work, own)
     else:
-        chosen = _forced(layer, kind, route, own)
+        chosen = _check_route(layer.name, inputs.full, kind, route, own)
     if kind == "mean":
-        return MeanSide(inputs, chosen, norm=iterative)
-    assert isinstance(inputs.full, GramFactor | DenseFactor)
-    if chosen == "dense" or isinstance(inputs.full, DenseFactor):
-        return DenseSide(inputs.full)
+        return MeanCoordinates(inputs, chosen, norm=iterative)
+    if chosen == "dense" or not isinstance(inputs.full, GramFactor):
+        return DenseCoordinates(inputs.full)
     if chosen == "row":
-        return RowSide(inputs.full)
-    return EigenSide(inputs.full) if iterative else SampleSide(inputs.full)
+        return RowCoordinates(inputs.full)
+    return EigenCoordinates(inputs.full) if iterative else SampleCoordinates(inputs.full)
 
 
-def _choose(
-    layer: LayerCurvature,
-    gradient: WeightGradient,
-    kind: InputKind,
-    work: Work,
-    own: bool,
-) -> str:
-    assert layer.inputs is not None
-    full = layer.inputs.full
-    o, n = gradient.shape
-    if kind == "mean":
-        if not (own and isinstance(gradient, RowGradient)):
-            return "dense"
-        rows = gradient.inputs.rows
-        options = mean_costs(rows.shape[0], n, o, rows.element_size(), isinstance(work, Iteration))
-    elif isinstance(full, GramFactor):
-        options = costs(full.rows.shape[0], n, o, work, full.rows.element_size())
-        options = {k: v for k, v in options.items() if _possible(k, full, own)}
-    else:
+def _cheapest_route(full: Factor, shape: Sequence[int], kind: InputKind, work: Work, own: bool) -> str:
+    """The cheapest route for a weight of this shape; `own`: its gradient has the rows of `full`."""
+    if not isinstance(full, GramFactor) or (kind == "mean" and not own):
         return "dense"
+    (m, n), o, size = full.rows.shape, shape[0], full.rows.element_size()
+    if kind == "mean":
+        options = mean_costs(m, n, o, size, isinstance(work, Iteration))
+    else:
+        options = costs(m, n, o, work, size)
+        possible = {"dense"} | ({"sample"} if own else set()) | ({"row"} if full.narrow else set())
+        options = {name: cost for name, cost in options.items() if name in possible}
     return min(options, key=lambda name: options[name])
 
 
-def _possible(route: str, full: GramFactor, own: bool) -> bool:
-    return route == "dense" or (route == "sample" and own) or (route == "row" and full.narrow)
-
-
-def _forced(layer: LayerCurvature, kind: InputKind, route: str, own: bool) -> str:
-    if route not in get_args(Route):
-        raise PairError(f"route `{route}` does not exist; use one of {', '.join(get_args(Route))}")
-    assert layer.inputs is not None
-    full = layer.inputs.full
+def _check_route(layer: str, full: Factor, kind: InputKind, route: Route, own: bool) -> str:
+    """The route that a forced one runs as; refused where there is none."""
     if route == "sample" and not own:
         raise PairError(
-            f"layer `{layer.name}`: route `sample` needs the gradient of the very batch the curvature was "
+            f"layer `{layer}`: route `sample` needs the gradient of the very batch the curvature was "
             f"estimated on, as problem.gradient() gives it; use route `row`, `dense` or `auto` for any other"
         )
-    if route == "row" and kind == "full" and not (isinstance(full, GramFactor) and full.narrow):
+    if kind == "mean":
+        # The row space of the mean factor is one vector: both routes form G and are one and the same.
+        return "dense" if route == "row" else route
+    if route == "row" and not (isinstance(full, GramFactor) and full.narrow):
         raise PairError(
-            f"layer `{layer.name}`: route `row` needs an input factor kept as fewer rows than it has "
+            f"layer `{layer}`: route `row` needs an input factor kept as fewer rows than it has "
             f"columns; use route `dense` or `auto`"
         )
     return route

@@ -1,0 +1,438 @@
+"""The input side of a layer: coordinates in which the wide dimension n_{t-1} does not appear.
+
+A solver's direction is D = X Z + L G⊥, where the rows of Z span what the input factor A sees, G⊥ is the
+part of the gradient outside it, and L acts on G⊥ from the left (a scalar in CG, a matrix in the
+factored inverse). The solver computes with X alone; the right action of A on X is a small matrix.
+
+    coordinates   Z                       X               A acts as       G⊥
+    sample        H' = diag(√c) H         n_t × m         K = H'H'ᵀ       0
+    eigen         Λ^-½ Vᵀ H', K = VΛVᵀ    n_t × m         Λ               where Λ is rounding
+    row           Qᵀ from QR of H'ᵀ       n_t × m         R Rᵀ            G - (GQ)Qᵀ
+    dense         I                       n_t × n_{t-1}   A               0
+    mean          qᵀ = E[h]ᵀ/‖E[h]‖       n_t × 1         ‖E[h]‖²         G - (Gq)qᵀ
+
+All but the first are orthonormal: inner products are those of X, and nothing cancels in them. The first
+is for solvers that take none; the second keeps the same route, `sample`, for those that do. The last is for
+the mean input factor E[h]E[h]ᵀ; it takes a gradient in factors, where G⊥ stays in the sample space too, or a
+formed one.
+
+Of a formed gradient G = (GQ) Qᵀ + G⊥ an iteration needs GQ and ‖G⊥‖, in all digits; G⊥ is never held whole.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from curvlab.exceptions import PairError
+from curvlab.gradient import RowGradient
+from curvlab.linalg import Combination, Factor, GramFactor, Matrix, RowProduct
+from curvlab.linalg.inputs import InputFactors
+from curvlab.linalg.inverse import cholesky_shifted
+from curvlab.linalg.norms import binary_scale, frobenius_norm, squares_in_range
+from curvlab.measure import device
+
+__all__ = [
+    "DenseCoordinates",
+    "EigenCoordinates",
+    "GradientCoordinates",
+    "InputCoordinates",
+    "Left",
+    "MeanCoordinates",
+    "RowCoordinates",
+    "SampleCoordinates",
+    "Scalar",
+    "WeightGradient",
+    "form_gradient",
+    "require_own_gradient",
+    "split_gradient",
+]
+
+T = TypeVar("T")
+Left = Callable[[Tensor], Tensor]
+WeightGradient = Tensor | RowGradient
+
+
+@dataclass(frozen=True, eq=False)
+class Scalar:
+    """An L that is a number: L G⊥ need not be formed."""
+
+    value: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.value * x
+
+
+@dataclass(frozen=True, eq=False)
+class GradientCoordinates:
+    """A weight gradient in some coordinates: X_G (n_t × r), ‖G⊥‖ (None: zero), and what makes D of an X.
+
+    `assemble(X, L)` is D = X Z + L G⊥, where L returns a new tensor. `rows` is set where X_G is the
+    transpose of these rows, scaled by the roots of their weights.
+    """
+
+    x: Tensor
+    assemble: Callable[[Tensor, Left], Matrix]
+    perp_norm: Tensor | None = None
+    rows: GramFactor | None = None
+
+
+class InputCoordinates(ABC):
+    """One choice of coordinates for the input side of a layer."""
+
+    route: str
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """Number of coordinates: columns of X."""
+
+    @property
+    @abstractmethod
+    def trace(self) -> Tensor:
+        """tr A."""
+
+    @property
+    @abstractmethod
+    def matrix(self) -> Tensor:
+        """The small symmetric matrix by which A acts on X from the right."""
+
+    @property
+    def diagonal(self) -> Tensor | None:
+        """The diagonal of `matrix` where it has nothing else."""
+        return None
+
+    @abstractmethod
+    def of(self, gradient: WeightGradient) -> GradientCoordinates:
+        """The gradient in these coordinates."""
+
+    @abstractmethod
+    def remember(self, key: Hashable, make: Callable[[], T]) -> T:
+        """A factorisation kept for all solvers that ask for the same one."""
+
+    def cholesky(self, shift: Tensor | float, check: bool) -> Tensor:
+        """The Cholesky factor of A + τI in these coordinates."""
+        return cholesky_shifted(self.matrix, shift, check)
+
+
+class SampleCoordinates(InputCoordinates):
+    """D = X H': for a gradient of the very batch whose rows the input factor holds."""
+
+    route = "sample"
+
+    def __init__(self, gram: GramFactor) -> None:
+        self.gram = gram
+
+    @property
+    def size(self) -> int:
+        return self.gram.rows.shape[0]
+
+    @property
+    def trace(self) -> Tensor:
+        return self.gram.gram.trace()
+
+    @property
+    def matrix(self) -> Tensor:
+        return self.gram.gram
+
+    def of(self, gradient: WeightGradient) -> GradientCoordinates:
+        own = require_own_gradient(gradient, self.gram)
+        return GradientCoordinates(own.gradients.scaled_rows().T, self._assemble, rows=own.gradients)
+
+    def _assemble(self, x: Tensor, left: Left) -> RowProduct:
+        return RowProduct(x, self.gram)
+
+    def remember(self, key: Hashable, make: Callable[[], T]) -> T:
+        return self.gram.remember(key, make)
+
+
+class EigenCoordinates(InputCoordinates):
+    """D = X Λ^-½ Vᵀ H' + L G⊥, with K = V Λ Vᵀ: the sample space in orthonormal coordinates.
+
+    An eigenvalue within rounding of zero says nothing of its direction. What the gradient has there, of no
+    size to speak of, is G⊥: kept in coefficients, where it is exact.
+    """
+
+    route = "sample"
+
+    def __init__(self, gram: GramFactor) -> None:
+        self.gram = gram
+
+    @cached_property
+    def _eigen(self) -> tuple[Tensor, Tensor]:
+        return self.gram.remember((self.route, "eigh"), lambda: tuple(torch.linalg.eigh(self.gram.gram)))
+
+    @cached_property
+    def _significant(self) -> Tensor:
+        values = self._eigen[0]
+        return values > len(values) * torch.finfo(values.dtype).eps * values[-1]
+
+    @property
+    def size(self) -> int:
+        return self.gram.rows.shape[0]
+
+    @property
+    def trace(self) -> Tensor:
+        return self.gram.gram.trace()
+
+    @cached_property
+    def diagonal(self) -> Tensor:
+        return torch.where(self._significant, self._eigen[0], 0)
+
+    @property
+    def matrix(self) -> Tensor:
+        return torch.diag(self.diagonal)
+
+    def of(self, gradient: WeightGradient) -> GradientCoordinates:
+        values, vectors = self._eigen
+        along = require_own_gradient(gradient, self.gram).gradients.scaled_rows().T @ vectors
+        scaled = along * values.clamp(min=0).sqrt()
+        rest = torch.where(self._significant, 0, along)
+        size = binary_scale(along)
+        perp = frobenius_norm(torch.where(self._significant, 0, scaled) / size)
+        # Its size is known up to rounding only; with none at all CG would leave it out of the step.
+        rounding = torch.finfo(values.dtype).eps * values[-1].clamp(min=0).sqrt()
+        perp = torch.maximum(perp, rounding * frobenius_norm(rest / size)) * size
+        return GradientCoordinates(
+            torch.where(self._significant, scaled, 0), partial(self._assemble, rest), perp
+        )
+
+    def _assemble(self, rest: Tensor, x: Tensor, left: Left) -> RowProduct:
+        values, vectors = self._eigen
+        inverse = torch.where(self._significant, values, 1).rsqrt()
+        along = torch.where(self._significant, x * inverse, left(rest))
+        return RowProduct(along @ vectors.T, self.gram)
+
+    def remember(self, key: Hashable, make: Callable[[], T]) -> T:
+        return self.gram.remember(key, make)
+
+
+class RowCoordinates(InputCoordinates):
+    """D = X Qᵀ + L G⊥ with Q an orthonormal basis of the rows of H' (which may be rank deficient)."""
+
+    route = "row"
+
+    def __init__(self, gram: GramFactor) -> None:
+        self.gram = gram
+
+    @cached_property
+    def _qr(self) -> tuple[Tensor, Tensor]:
+        return self.gram.remember("qr", lambda: tuple(torch.linalg.qr(self.gram.scaled_rows().T)))
+
+    @property
+    def basis(self) -> Tensor:
+        """Q, n_{t-1} × m."""
+        return self._qr[0]
+
+    @property
+    def size(self) -> int:
+        return self.gram.rank_bound
+
+    @property
+    def trace(self) -> Tensor:
+        return self.gram.trace()
+
+    @cached_property
+    def matrix(self) -> Tensor:
+        return self._qr[1] @ self._qr[1].T
+
+    def of(self, gradient: WeightGradient) -> GradientCoordinates:
+        whole = form_gradient(gradient)
+        x, norm = split_gradient(whole, self.basis)
+        return GradientCoordinates(x, partial(_combine, whole, x, self.basis.T), norm)
+
+    def remember(self, key: Hashable, make: Callable[[], T]) -> T:
+        return self.gram.remember(key, make)
+
+
+class DenseCoordinates(InputCoordinates):
+    """D = X: the input factor as an n_{t-1} × n_{t-1} matrix."""
+
+    route = "dense"
+
+    def __init__(self, factor: Factor) -> None:
+        self.factor = factor
+
+    @property
+    def size(self) -> int:
+        return self.factor.size
+
+    @property
+    def trace(self) -> Tensor:
+        return self.factor.trace()
+
+    @property
+    def matrix(self) -> Tensor:
+        return self.factor.to_dense()
+
+    def of(self, gradient: WeightGradient) -> GradientCoordinates:
+        return GradientCoordinates(form_gradient(gradient), self._assemble)
+
+    @staticmethod
+    def _assemble(x: Tensor, left: Left) -> Tensor:
+        return x
+
+    def remember(self, key: Hashable, make: Callable[[], T]) -> T:
+        return self.factor.remember(key, make)
+
+
+class MeanCoordinates(InputCoordinates):
+    """D = X qᵀ + L G⊥ with q = E[h]/‖E[h]‖ (zero where E[h] is): the rank-one input factor."""
+
+    def __init__(self, inputs: InputFactors, route: str, norm: bool = True) -> None:
+        self.inputs, self.route, self.norm = inputs, route, norm
+
+    @property
+    def size(self) -> int:
+        return 1
+
+    @cached_property
+    def trace(self) -> Tensor:
+        return self.inputs.mean.square().sum()
+
+    @property
+    def diagonal(self) -> Tensor:
+        return self.trace.reshape(1)
+
+    @property
+    def matrix(self) -> Tensor:
+        return self.trace.reshape(1, 1)
+
+    @cached_property
+    def _norm(self) -> Tensor:
+        """‖E[h]‖, one where it is zero."""
+        norm = self.trace.sqrt()
+        return torch.where(norm > 0, norm, torch.ones_like(norm))
+
+    @cached_property
+    def basis(self) -> Tensor:
+        """q, a vector."""
+        return self.inputs.mean / self._norm
+
+    def of(self, gradient: WeightGradient) -> GradientCoordinates:
+        if (
+            self.route == "sample"
+            and isinstance(gradient, RowGradient)
+            and gradient.inputs.shares_rows_with(self.inputs.full)
+        ):
+            return self._of_rows(gradient)
+        whole = form_gradient(gradient)
+        if self.norm:
+            x, norm = split_gradient(whole, self.basis)
+        else:
+            x, norm = whole @ self.basis, None
+        column = x[:, None]
+        return GradientCoordinates(column, partial(_combine, whole, column, self.basis[None]), norm)
+
+    def _of_rows(self, gradient: RowGradient) -> GradientCoordinates:
+        """Gq = S'ᵀ(H'q), and ‖G⊥‖ where it is wanted."""
+        h, s = gradient.inputs, gradient.gradients
+        along = h.rows @ self.basis
+        x = (s.rows.T @ (along * h.root.square()))[:, None]
+        perp = self._perp_norm(gradient, along) if self.norm else None
+        return GradientCoordinates(x, partial(self._assemble_rows, gradient, x), perp)
+
+    def _assemble_rows(self, gradient: RowGradient, along: Tensor, x: Tensor, left: Left) -> RowProduct:
+        # qᵀ = (√c / ‖E[h]‖)ᵀ H': the correction stays in the sample space.
+        coefficients = left(gradient.gradients.scaled_rows().T)
+        coefficients.addmm_(x - left(along), (gradient.inputs.root / self._norm)[None])
+        return RowProduct(coefficients, gradient.inputs)
+
+    def _perp_norm(self, gradient: RowGradient, along: Tensor) -> Tensor:
+        """‖G⊥‖² = Σ S'S'ᵀ ⊙ K̃, with K̃ from the centred inputs: no digits are lost."""
+        h, s = gradient.inputs, gradient.gradients
+        off_centre = h.root * (along - self.inputs.mean @ self.basis)
+        centred = h.centred_gram - torch.outer(off_centre, off_centre)
+        norm = (s.gram * centred).sum().clamp(min=0).sqrt()
+        interval = device.read_interval(norm)
+        if interval == 0 or (interval == 1 and squares_in_range(norm)):
+            return norm
+        # The squares may have left the range of the dtype: those of S over its largest entry do not.
+        scale = binary_scale(s.rows)
+        return (GramFactor(s.rows / scale, s.root).gram * centred).sum().clamp(min=0).sqrt() * scale
+
+    def remember(self, key: Hashable, make: Callable[[], T]) -> T:
+        return self.inputs.mean_factor.remember(key, make)
+
+
+def require_own_gradient(gradient: WeightGradient, rows: GramFactor) -> RowGradient:
+    """The gradient, where it is one of the very `rows` that the coordinates are made of."""
+    if isinstance(gradient, RowGradient) and gradient.inputs.shares_rows_with(rows):
+        return gradient
+    given = "one of another batch" if isinstance(gradient, RowGradient) else "a tensor"
+    raise PairError(
+        f"the solver was prepared for a gradient of the curvature's own batch, in factors, and is applied to "
+        f"{given}: prepare it for that gradient, or for any with route `row` or `dense`"
+    )
+
+
+def form_gradient(gradient: WeightGradient) -> Tensor:
+    """The gradient as a matrix."""
+    return gradient.form() if isinstance(gradient, RowGradient) else gradient
+
+
+def _combine(whole: Tensor, along: Tensor, z: Tensor, x: Tensor, left: Left) -> Tensor | Combination:
+    """X Z + L G⊥ = L G + (X - L X_G) Z, with X_G = `along`; not formed where L is a number."""
+    correction = x - left(along)
+    if isinstance(left, Scalar):
+        return Combination(left.value, whole, correction, z)
+    return left(whole).addmm_(correction, z)
+
+
+SPLIT_ELEMENTS = 1 << 18
+
+
+def split_gradient(gradient: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
+    """GQ and ‖G⊥‖ for an orthonormal basis Q (n × r, or a vector), of a G of any size.
+
+    Where reads are free, a large G is first read for ‖G⊥‖² = ‖G‖² - ‖GQ‖², which will do if little of it
+    cancels, and squares are scaled only if they left the range of the dtype.
+    """
+    interval = device.read_interval(gradient)
+    if interval == 1 and gradient.numel() > SPLIT_ELEMENTS:
+        x, norm = gradient @ basis, frobenius_norm(gradient)
+        perp = _leg(norm, torch.linalg.vector_norm(x))
+        if squares_in_range(perp) and float(perp) > 0.7 * float(norm):
+            return x, perp
+    if interval <= 1:
+        x, perp = _split(gradient, basis, None)
+        if interval == 0 or squares_in_range(perp):
+            return x, perp
+    scale = binary_scale(gradient)
+    x, perp = _split(gradient, basis, scale)
+    return x * scale, perp * scale
+
+
+def _leg(hypotenuse: Tensor, other: Tensor) -> Tensor:
+    """√(a² - b²)."""
+    return ((hypotenuse - other) * (hypotenuse + other)).clamp(min=0).sqrt()
+
+
+def _split(gradient: Tensor, basis: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Both of G over `scale`; G⊥ is orthogonalised twice, so that only rounding of its part along Q is left.
+
+    A few rows at a time: G⊥ is needed for its norm alone and is never held whole. The second time that
+    norm is taken without it, ‖G⊥ - RQᵀ‖² = ‖G⊥‖² - ‖R‖² with R = G⊥Q, where next to nothing cancels.
+    """
+    parts, norms = [], []
+    count = min(max(1, SPLIT_ELEMENTS // gradient.shape[1]), len(gradient))
+    # One piece of memory for all parts: fresh pages would cost as much as the arithmetic.
+    held = gradient.new_empty(count, gradient.shape[1])
+    for part in gradient.split(count):
+        rows = part if scale is None else part / scale
+        x, perp = rows @ basis, held[: len(part)]
+        if basis.ndim == 1:
+            torch.addcmul(rows, x[:, None], basis, value=-1, out=perp)
+        else:
+            torch.addmm(rows, x, basis.T, alpha=-1, out=perp)
+        again = perp @ basis
+        parts.append(x.add_(again))
+        norms.append(torch.stack([frobenius_norm(perp), torch.linalg.vector_norm(again)]))
+    first, second = torch.linalg.vector_norm(torch.stack(norms), dim=0).unbind()
+    return torch.cat(parts), _leg(first, second)

@@ -1,0 +1,97 @@
+"""The textbook form: the paper's equations to the letter, on the dense gradient.
+
+    KFI       E[hhᵀ] formed; both damped factors inverted with torch.linalg.inv
+    SM-KFI    (E[h]E[h]ᵀ + γI)⁻¹ by the Sherman-Morrison formula, as a matrix product with G
+    CG        plain iteration on n_t × n_{t-1} matrices, E[hhᵀ] formed or E[h] kept as a vector
+
+The tests hold the sample-space form to it, and benchmarks measure both. The field `formulation` chooses:
+`reduced` is the sample-space form, `explicit` the textbook's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from curvlab.curvature import LayerCurvature
+from curvlab.linalg.cg import FunctionOperator
+from curvlab.linalg.inputs import InputFactors, InputKind
+from curvlab.linalg.inverse import NotFiniteError
+from curvlab.measure import device
+from curvlab.solvers.damping import Damping
+from curvlab.solvers.input_coordinates import form_gradient
+from curvlab.solvers.systems import FactoredSystem, LayerGradient, input_factors, output_factor
+
+__all__ = ["TextbookInverse", "bias_operator", "weight_operator"]
+
+
+@dataclass(frozen=True, eq=False)
+class TextbookInverse:
+    """Inverses of both damped factors, as matrices (the mean factor: by its vector)."""
+
+    output_inverse: Tensor
+    bias_inverse: Tensor
+    times_input_inverse: Callable[[Tensor], Tensor] | None
+
+    route: ClassVar[str] = "explicit"
+
+    @classmethod
+    def prepare(cls, layer: LayerCurvature, system: FactoredSystem) -> TextbookInverse:
+        """Form and invert."""
+        b = output_factor(layer).to_dense()
+        _require_finite(b)
+        right = None if layer.inputs is None else _times_input_inverse(layer.inputs, system)
+        return cls(_inverse(b, system.beta), _inverse(b, system.shift), right)
+
+    def apply(self, gradient: LayerGradient) -> tuple[Tensor | None, Tensor | None]:
+        """-(B + βI)⁻¹ G (A + γI)⁻¹ and -(B + τI)⁻¹ g."""
+        weight = bias = None
+        if gradient.weight is not None and self.times_input_inverse is not None:
+            weight = -self.output_inverse @ self.times_input_inverse(form_gradient(gradient.weight))
+        if gradient.bias is not None:
+            bias = -self.bias_inverse @ gradient.bias
+        return weight, bias
+
+
+def _times_input_inverse(inputs: InputFactors, system: FactoredSystem) -> Callable[[Tensor], Tensor]:
+    """G ↦ G (A + γI)⁻¹."""
+    gamma = system.gamma
+    if system.kind == "mean":
+        a = inputs.mean
+        return lambda g: (g - torch.outer(g @ a, a) / (gamma + a @ a)) / gamma
+    matrix = inputs.full.to_dense()
+    _require_finite(matrix)
+    inverse = _inverse(matrix, gamma)
+    return lambda g: g @ inverse
+
+
+def _inverse(matrix: Tensor, shift: Tensor | float) -> Tensor:
+    """(F + shift I)⁻¹."""
+    return torch.linalg.inv(matrix + shift * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device))
+
+
+def _require_finite(matrix: Tensor) -> None:
+    """An inverse can be finite though the matrix is not."""
+    if device.readable(matrix) and not bool(torch.isfinite(matrix.sum())):
+        raise NotFiniteError("the matrix to be inverted holds NaN or infinity")
+
+
+def weight_operator(layer: LayerCurvature, damping: Damping, kind: InputKind) -> FunctionOperator:
+    """X ↦ s B X A + τ X."""
+    b, inputs = output_factor(layer).to_dense(), input_factors(layer)
+    scale, shift = damping.scale, damping.shift
+    if kind == "mean":
+        a = inputs.mean
+        return FunctionOperator(lambda x: scale * torch.outer(b @ (x @ a), a) + shift * x)
+    matrix = inputs.full.to_dense()
+    return FunctionOperator(lambda x: scale * (b @ x @ matrix) + shift * x)
+
+
+def bias_operator(layer: LayerCurvature, damping: Damping) -> FunctionOperator:
+    """x ↦ s B x + τ x."""
+    b = output_factor(layer).to_dense()
+    return FunctionOperator(lambda x: damping.scale * (b @ x) + damping.shift * x)
