@@ -6,9 +6,17 @@ Nothing here knows of networks; nothing here imports the rest of curvlab.
 from __future__ import annotations
 
 from curvlab.linalg.blocks import Block, FactorBlock, KroneckerBlock, OperatorBlock
-from curvlab.linalg.factors import DenseFactor, Factor, GramFactor, RankOneFactor
+from curvlab.linalg.factors import (
+    DenseFactor,
+    Factor,
+    GramFactor,
+    RankOneFactor,
+    congruence,
+    gram,
+    poseig,
+    poseig_diagonal,
+)
 from curvlab.linalg.steps import Combination, Matrix, RowProduct, Step, TensorStep
-from curvlab.linalg.symmetric import congruence, gram, poseig, poseig_diagonal
 
 __all__ = [
     "Block",

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from curvlab.linalg.factors import GramFactor
+from curvlab.linalg.factors import COLUMN_CHUNK, GramFactor
 from curvlab.linalg.norms import frobenius_norm, max_abs
-from curvlab.linalg.symmetric import COLUMN_CHUNK
 
 __all__ = ["Combination", "Matrix", "RowProduct", "Step", "TensorStep", "as_step"]
 

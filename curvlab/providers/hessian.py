@@ -33,8 +33,7 @@ from torch.func import functional_call, grad, vjp
 
 from curvlab.curvature import Curvature, Definiteness, LayerCurvature
 from curvlab.linalg import DenseFactor, OperatorBlock
-from curvlab.linalg.factors import row_square_norms
-from curvlab.linalg.symmetric import symmetric_product
+from curvlab.linalg.factors import row_square_norms, symmetric_product
 from curvlab.measure import device
 from curvlab.model.recording import ChainRecording, Recording, uncompiled
 from curvlab.problem import Batch, Problem

@@ -25,7 +25,7 @@ from curvlab.linalg.steps import as_step
 from curvlab.model.graph import unwrap
 from curvlab.solvers.damping import Damping, DampingSplit
 from curvlab.solvers.systems import Measures
-from curvlab.staleness import Versions
+from curvlab.staleness import Versions, change_message
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -92,10 +92,10 @@ class Direction(LazyTensors[Matrix]):
         step = self._steps[name]
         if name in self._borrowed.changed():
             what = "the batch" if isinstance(step, RowProduct) else f"the gradient of `{name}`"
-            raise SolveError(
-                f"{what} was changed in place since the solve, and the step of `{name}` refers to it: "
-                f"read or add the step before, or solve for a copy"
+            refers = (
+                f"and the step of `{name}` refers to it: read or add the step before, or solve for a copy"
             )
+            raise SolveError(change_message([what], "the solve", refers, in_place=True))
         return step
 
     def is_zero(self) -> bool:
@@ -137,10 +137,9 @@ class BlockSolution:
         """A measure of the solve as it was; refused where that can no longer be known."""
         changed = self.reads.changed()
         if changed:
-            raise SolveError(
-                f"{' and '.join(changed)} changed in place since the solve, so its residual and predicted "
-                f"reduction in `{self.name}` can no longer be known: read them before, or solve for a copy"
-            )
+            unknown = f"so its residual and predicted reduction in `{self.name}` can no longer be known"
+            advice = "read them before, or solve for a copy"
+            raise SolveError(change_message(changed, "the solve", f"{unknown}: {advice}", in_place=True))
         return float(measure())
 
     @cached_property
