@@ -214,7 +214,7 @@ def test_a_stream_gives_the_errors_of_the_batch_in_one_pass() -> None:
 
 def test_weight_errors_refuse_a_stream() -> None:
     x, y = batch()
-    with pytest.raises(ProblemError, match=r"was given a stream.*problem\.on"):
+    with pytest.raises(ProblemError, match=r"was given a stream.*problem\.with_data"):
         curvlab.errors(Problem(mlp(), "robust", [(x, y)]), weights=True)
 
 
