@@ -14,6 +14,7 @@ import torch
 
 from curvlab.measure import device as devices
 from curvlab.measure.source import commit_of, source_commit, source_hash
+from curvlab.version import __version__
 
 __all__ = ["environment"]
 
@@ -30,11 +31,9 @@ def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
     ['device', 'device_name', 'git', 'platform', 'processor', 'python', 'source', 'source_commit', 'threads',
      'versions']
     """
-    import curvlab
-
     return {
         "python": platform.python_version(),
-        "versions": {"curvlab": curvlab.__version__, **{name: _version(name) for name in PACKAGES}},
+        "versions": {"curvlab": __version__, **{name: _version(name) for name in PACKAGES}},
         "source": source_hash(),
         "source_commit": source_commit(),
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
