@@ -85,12 +85,12 @@ NOISE = (
 )
 CONTROL = tuple(Trial(f"sgd[lr={lr},momentum=0.9]", 500, 0, 400) for lr in (0.01, 0.05, 0.1, 0.5))
 CANDIDATES = ((0.1, 0.05), (0.1, 0.01), (0.05, 0.01), (0.05, 0.05), (0.02, 0.01))
-DEFAULTS = tuple(
-    Trial(second_order(lr, alpha), batch, seed, limit)
-    for seed in THREE
-    for lr, alpha in CANDIDATES[:3]
-    for batch, limit in ((100, 600), (500, 300))
-    if (lr, alpha, batch) != (0.05, 0.01, 100)  # `noise` has it, with more seeds
+DEFAULTS = (
+    *(Trial(second_order(0.1, 0.01), 100, seed, 600) for seed in FIVE),
+    *(Trial(second_order(0.1, 0.01), 500, seed, 300) for seed in THREE),
+    *(Trial(second_order(0.05, 0.01), 500, seed, 300) for seed in THREE),  # with batch 100: in `noise`
+    *(Trial(second_order(0.1, 0.05), 100, seed, 600) for seed in THREE),
+    *(Trial(second_order(0.1, 0.05), 500, seed, 300) for seed in THREE),
 )
 DIGITS = tuple(
     Trial(second_order(lr, alpha, solver, provider), batch, seed, limit, data="digits", whole=True)

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ALPHA", "LEARNING_RATE", "SecondOrder"]
 
-LEARNING_RATE, ALPHA = 0.05, 0.01
+LEARNING_RATE, ALPHA = 0.1, 0.01
 """The defaults of the optimizer and of `curvlab train`; reports/plateau has what they were chosen by."""
 
 Closure = Callable[[], tuple[Tensor, Tensor]]
