@@ -19,6 +19,7 @@ from curvlab.linalg.inputs import InputFactors
 from curvlab.model.graph import Network
 from curvlab.problem import Problem
 from curvlab.providers.statistics import Inputs, Statistic, Values
+from curvlab.registry import INTERFACE
 
 __all__ = ["INPUTS", "Context", "Provider", "kronecker_layers"]
 
@@ -53,8 +54,13 @@ class Context:
 
 @dataclass(frozen=True)
 class Provider(ABC):
-    """A rule that turns a problem into a curvature."""
+    """A rule that turns a problem into a curvature.
 
+    `interface` numbers what is described here; a plugin repeats the number that it was written for, so that
+    another curvlab can tell.
+    """
+
+    interface: ClassVar[int] = INTERFACE
     needs_chain: ClassVar[bool] = True
 
     @abstractmethod
