@@ -5,8 +5,12 @@ from __future__ import annotations
 import gc
 import json
 import socket
+import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from time import sleep
 
@@ -19,6 +23,9 @@ from curvlab.measure.environment import environment
 from curvlab.measure.flops import count, counting
 from curvlab.measure.memory import held_bytes, peak_bytes, track
 from curvlab.measure.timing import Timing, frame, interleaved, ratio
+from curvlab.problem import Problem
+from curvlab.studies import usage as usages
+from curvlab.studies.usage import Pair, Usage, usage
 
 linalg = torch.linalg
 
@@ -249,6 +256,87 @@ def test_fake_tensors_of_an_accelerator_are_counted_without_one():
     with FakeTensorMode():
         x = torch.empty(100, 100, dtype=torch.float32, device="cuda")
         assert peak_bytes(lambda: x @ x, device="cuda", baseline=[x]) == 80_000
+
+
+class Onlooker:
+    """Another thread that holds the frames of this one, as a profiler does while it reads source files."""
+
+    def __init__(self) -> None:
+        self.pool = ThreadPoolExecutor(1)
+        self.frames: list[object] = []
+
+    def look(self) -> None:
+        identifier = threading.get_ident()
+        self.pool.submit(lambda: self.frames.append(sys._current_frames()[identifier])).result()
+
+    def let_go(self) -> None:
+        self.pool.submit(self.frames.clear).result()
+
+
+@dataclass(frozen=True)
+class Watched(Pair):
+    """A pair whose first `looks` runs are looked at, until their end or, if `briefly`, for a part of it."""
+
+    onlooker: Onlooker
+    looks: int
+    briefly: bool
+    runs: list[None]
+
+    def run(self, problem: Problem):
+        self.onlooker.let_go()
+        self.runs.append(None)
+        self.scratch()
+        beside = normal(500)
+        if self.briefly:
+            self.onlooker.let_go()
+        result = super().run(problem)
+        del beside
+        return result
+
+    def scratch(self) -> None:
+        _ = normal(1000)  # dies with this frame, unless the frame is held
+        if len(self.runs) <= self.looks:
+            self.onlooker.look()
+
+
+@pytest.fixture
+def onlooker():
+    made = Onlooker()
+    yield made
+    made.let_go()
+    made.pool.shutdown()
+
+
+def used_by(onlooker: Onlooker, looks: int, briefly: bool = False) -> tuple[Usage, int]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Sigmoid(), torch.nn.Linear(3, 2)).double()
+    problem = Problem(model, "cross-entropy", normal(5, 4), torch.tensor([0, 1, 0, 1, 0]))
+    pair = Watched("fisher", "ea-cg", 0.05, onlooker, looks, briefly, [])
+    return usage(pair, problem), len(pair.runs)
+
+
+@pytest.mark.parametrize("briefly", [False, True], ids=["until the end", "briefly"])
+def test_bytes_do_not_depend_on_a_thread_that_looks_at_the_stack(onlooker: Onlooker, briefly: bool):
+    expected, once = used_by(onlooker, looks=0)
+    assert once == 1
+    found, runs = used_by(onlooker, looks=2, briefly=briefly)
+    assert (found, runs) == (expected, 3)
+
+
+def test_a_run_that_is_always_disturbed_is_not_repeated_for_ever(onlooker: Onlooker):
+    found, runs = used_by(onlooker, looks=99)
+    assert runs == usages.ATTEMPTS
+    assert found.held_bytes == used_by(onlooker, looks=0)[0].held_bytes + 8000
+
+
+def test_a_tracker_tells_that_another_thread_let_go_of_a_tensor():
+    with track() as alone:
+        x = normal(10)
+        del x
+    with track() as disturbed, ThreadPoolExecutor(1) as pool:
+        held = [normal(10)]
+        pool.submit(held.clear).result()
+    assert (alone.disturbed, disturbed.disturbed) == (False, True)
 
 
 # Floating-point operations
