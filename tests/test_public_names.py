@@ -1,8 +1,8 @@
 """What users of 0.1 have written still works: names, attributes, arguments, commands and flags.
 
-tests/data/public_names_0_1.json lists those of commit 31b49ba, as `public_names` below found them there. A name
-that goes must warn for one release first (CONTRIBUTING.md, "Deprecation"): a warning is no failure here. The list
-of a later release is made by `python -m tests.test_public_names > tests/data/public_names_X_Y.json`.
+tests/data/public_names_0_1.json lists those of commit 31b49ba, as `public_names` below found them there. A
+name that goes must warn for one release first (CONTRIBUTING.md, "Deprecation"): a warning is no failure here.
+The list of a later release is made by `python -m tests.test_public_names > tests/data/public_names_X_Y.json`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import inspect
 import json
 import pkgutil
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,8 @@ FUNCTIONS = (
     "solve",
     "spectrum",
 )
-CONSTRUCTED = (
-    "Problem",
-    "SecondOrder",
-)  # results are made by curvlab, so only these constructors are promised
+# Curvatures and solutions are made by curvlab, so that their constructors are not promised.
+CONSTRUCTED = ("Problem", "SecondOrder")
 KINDS = {"KEYWORD_ONLY": "{}=", "VAR_POSITIONAL": "*{}", "VAR_KEYWORD": "**{}"}
 Arguments = list[str]
 
@@ -81,24 +80,22 @@ def attributes(instance: Any) -> dict[str, Arguments | None]:
 
 def commands() -> dict[str, dict[str, list[str]]]:
     """Every command with its flags and arguments, by click's own objects; the program itself is `curvlab`."""
-    context = click.Context(main)
-    found = {
-        "curvlab": main,
-        **{name: main.get_command(context, name) for name in main.list_commands(context)},
-    }
+    context = click.Context(main, **main.context_settings)
+    found = {name: main.get_command(context, name) for name in main.list_commands(context)}
     return {
         name: {
-            "flags": sorted(
-                flag
-                for option in command.params
-                if isinstance(option, click.Option)
-                for flag in (*option.opts, *option.secondary_opts)
-            ),
+            "flags": sorted(_flags(command, context)),
             "arguments": [p.name for p in command.params if isinstance(p, click.Argument)],
         }
-        for name, command in found.items()
-        if command is not None
+        for name, command in {"curvlab": main, **found}.items()
     }
+
+
+def _flags(command: click.Command, context: click.Context) -> Iterator[str]:
+    yield from command.get_help_option_names(click.Context(command, parent=context))
+    for option in command.params:
+        if isinstance(option, click.Option):
+            yield from (*option.opts, *option.secondary_opts)
 
 
 def public_names() -> dict[str, Any]:
