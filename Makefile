@@ -1,4 +1,4 @@
-# From a fresh clone, `make compare` and `make test` do everything; `make help` lists the rest.
+# From a fresh clone, `make compare`, `make test-fast` and `make test` do everything; `make help` lists the rest.
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -6,6 +6,9 @@ JOBS   ?= 2
 # What `make reproduce` runs: smoke takes minutes, laptop hours, paper days.
 SCALE       ?= smoke
 EXPERIMENTS ?= all
+# The order of `make test-shuffled`; give the one that a run has printed to have its order again.
+SEED ?= $(shell od -An -N4 -tu4 /dev/urandom | tr -d ' ')
+SEED := $(SEED)
 # What is passed on to pytest, asv and pip.
 ARGS     ?=
 PIP_ARGS ?=
@@ -14,6 +17,8 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Test workers and benchmarks share the cores: one thread each, or they fight over them.
 ONE_THREAD := OMP_NUM_THREADS=1
+PYTEST     := $(ONE_THREAD) $(BIN)/python -m pytest -q -n $(JOBS)
+FAST       := not slow and not long
 ASV_QUICK  := $(ONE_THREAD) $(BIN)/asv run --quick --show-stderr --python=same
 # What `make bench` runs, as regular expressions over names with parameters: costs on the networks that
 # take milliseconds, the memory of a step on the one that takes seconds, and ratios on both.
@@ -22,10 +27,10 @@ RATIOS ?= (narrow|cifar10).*cpu SGDRatio.*pch-1.*imagenet10.*cpu
 say = @printf '==> %s\n'
 
 .DEFAULT_GOAL := help
-.PHONY: help install compare test lint types format reproduce reproduce-quick bench asv-quick asv-check asv-publish clean
+.PHONY: help install compare test test-fast test-shuffled test-long lint types format reproduce reproduce-quick bench asv-quick asv-check asv-publish clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # Constraining torch in the one command that installs everything keeps pip from fetching another
 # build of it first; PIP_CONSTRAINT pins the build backend, which -c does not reach.
@@ -53,7 +58,19 @@ reproduce-quick: reproduce ## one table and one figure of it, at small scale
 
 test: $(STAMP) ## run the whole test suite, doctests included
 	$(say) 'pytest, $(JOBS) workers'
-	@$(ONE_THREAD) $(BIN)/python -m pytest -q -n $(JOBS) $(ARGS)
+	@$(PYTEST) $(ARGS)
+
+test-fast: $(STAMP) ## run what takes less than a second each: the inner loop, under 90 seconds
+	$(say) 'pytest, $(JOBS) workers, the fast tests'
+	@$(PYTEST) -m '$(FAST)' $(ARGS)
+
+test-shuffled: $(STAMP) ## run the fast tests in a random order: SEED=...
+	$(say) 'pytest, $(JOBS) workers, the fast tests shuffled: make test-shuffled SEED=$(SEED)'
+	@$(PYTEST) -m '$(FAST)' --random-order --random-order-seed=$(SEED) $(ARGS)
+
+test-long: $(STAMP) ## run what does not fit CI: the property tests with 500 examples each
+	$(say) 'pytest, $(JOBS) workers, property tests with many examples'
+	@HYPOTHESIS_PROFILE=thorough $(PYTEST) -m 'long or hypothesis' $(ARGS)
 
 lint: $(STAMP) ## check style and formatting
 	$(say) 'ruff'

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.workload import Case, problem_of
 from curvlab import Problem
-from curvlab.measure import memory, timing
+from curvlab.measure import memory, stopwatch
 
 ALL = ("narrow", "cifar10-fcnn", "imagenet10-fcnn")
 DEVICES = ("cpu", "accelerator")
@@ -132,18 +132,18 @@ class Ratio(Suite, ABC):
     def contestants(self) -> Contestants:
         """The work and its rival."""
 
-    def measure(self) -> timing.Ratio:
+    def measure(self) -> stopwatch.Ratio:
         """The ratio, with its quartiles over the repetitions."""
         contestants = dict(zip(("work", "rival"), self.contestants(), strict=True))
-        single = timing.interleaved(contestants, 2, self.device, min_seconds=0.0)
+        single = stopwatch.interleaved(contestants, 2, self.device, min_seconds=0.0)
         seconds = {name: min(found.seconds) for name, found in single.items()}
         turn = min(max(*seconds.values(), self.min_seconds), self.max_seconds)
         calls = {name: max(1, round(turn / each)) for name, each in seconds.items()}
         turns = {name: partial(_repeat, contestants[name], calls[name]) for name in calls}
-        timings = timing.interleaved(turns, self.repetitions, self.device, warmup=0, min_seconds=0.0)
-        found = timing.ratio(timings["work"], timings["rival"])
+        timings = stopwatch.interleaved(turns, self.repetitions, self.device, warmup=0, min_seconds=0.0)
+        found = stopwatch.ratio(timings["work"], timings["rival"])
         scale = calls["rival"] / calls["work"]
-        return timing.Ratio(found.lower * scale, found.median * scale, found.upper * scale)
+        return stopwatch.Ratio(found.lower * scale, found.median * scale, found.upper * scale)
 
     @in_units("x")
     def track_ratio(self, *_: Any) -> float:

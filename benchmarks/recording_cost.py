@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import curvlab
 from curvlab.architectures import FCNN
 from curvlab.measure.memory import peak_bytes
-from curvlab.measure.timing import interleaved, ratio
+from curvlab.measure.stopwatch import interleaved, ratio
 
 HIDDEN = (1024, 512, 256, 128, 64, 32, 16, 10)
 LIMITS = {"pch-1": 1.5, "pch-2": 1.5, "fisher": 1.1}

@@ -21,7 +21,7 @@ import curvlab
 from benchmarks.workload import cold
 from curvlab.architectures import FCNN
 from curvlab.exceptions import PairError
-from curvlab.measure.timing import interleaved
+from curvlab.measure.stopwatch import interleaved
 from curvlab.solvers import solvers
 
 ROWS = (32, 100, 500, 1000)

@@ -34,7 +34,7 @@ from benchmarks.workload import Case, SGDStep, cold, problem_of, second_order_st
 from curvlab import Problem
 from curvlab.measure.device import keep_freed_memory
 from curvlab.measure.memory import peak_bytes
-from curvlab.measure.timing import Ratio, Timing, interleaved, ratio
+from curvlab.measure.stopwatch import Ratio, Timing, interleaved, ratio
 from curvlab.solvers import CG, EACG, KFI, Solver
 
 NETWORKS = {"C": Case("cifar10-fcnn", batch=500), "I": Case("imagenet10-fcnn", batch=100)}

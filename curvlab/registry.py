@@ -23,7 +23,10 @@ from typing import Any, Generic, TypeVar
 from curvlab import specs
 from curvlab.exceptions import SpecError
 
-__all__ = ["Registry", "Row"]
+__all__ = ["INTERFACE", "Registry", "Row", "check_interface"]
+
+INTERFACE = 1
+"""Numbers the interface that providers and solvers are written for; a change that breaks one raises it."""
 
 T = TypeVar("T")
 
@@ -201,6 +204,7 @@ class Registry(Generic[T]):
         try:
             factory = point.load()
             _check_factory(factory, {})
+            check_interface(factory)
             specs.describe(factory)
         # Whatever someone else's module raises on import must not break the rest.
         except Exception as error:
@@ -215,6 +219,21 @@ class Registry(Generic[T]):
     def _warn_left_out(self, name: str, origin: str, reason: str) -> None:
         message = f"{self.kind} `{name}` of {origin} is left out: {reason}."
         warnings.warn(message, RuntimeWarning, stacklevel=3)
+
+
+def check_interface(factory: Any) -> None:
+    """Refuse a class that is written for an interface which this curvlab does not have yet.
+
+    A class without the attribute `interface` is one of curvlab 0.1, whose interface is number 1.
+    """
+    number = getattr(factory, "interface", 1)
+    if type(number) is not int or number < 1:
+        raise SpecError(f"its `interface` is {number!r}; expected a whole number, such as {INTERFACE}.")
+    if number > INTERFACE:
+        raise SpecError(
+            f"it is written for interface {number} of curvlab and this curvlab has interface {INTERFACE}: "
+            "install a newer curvlab, or an older version of that package."
+        )
 
 
 def _check_factory(factory: Any, preset: dict[str, Any]) -> None:

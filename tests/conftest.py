@@ -18,7 +18,7 @@ _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("dev", max_examples=25, **_COMMON)
 settings.register_profile("ci", max_examples=25, derandomize=True, print_blob=True, **_COMMON)
 settings.register_profile("thorough", max_examples=500, **_COMMON)
-settings.load_profile("ci" if os.environ.get("CI") else "dev")
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -14,7 +14,7 @@ import torch
 
 import curvlab
 from benchmarks import base, errors, plateau, providers, solvers, steps, workload
-from curvlab.measure import device, timing
+from curvlab.measure import device, stopwatch
 from curvlab.solvers import EACG
 
 MODULES = (errors, providers, solvers, steps)
@@ -159,7 +159,7 @@ def test_a_slowed_solver_shows_in_the_ratio(monkeypatch):
     """The clock is replaced by one that only sleeping moves, so that no machine is too busy for this."""
     now = [0.0]
     monkeypatch.setattr(steps.SGDRatio, "min_seconds", 0.0)
-    monkeypatch.setattr(timing, "perf_counter", lambda: now.__setitem__(0, now[0] + 1e-3) or now[0])
+    monkeypatch.setattr(stopwatch, "perf_counter", lambda: now.__setitem__(0, now[0] + 1e-3) or now[0])
     monkeypatch.setattr(time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
     values = (*narrow(steps.SGDRatio)[:1], "ea-cg", *narrow(steps.SGDRatio)[2:])
 

@@ -135,8 +135,19 @@ def test_newton_says_why_where_the_damped_hessian_is_indefinite():
     close = exact.joint({name: -gradient[name] for name in gradient})
     assert math.isnan(close.cosine)
     assert "indefinite" in close.reason
-    limited = newton(problem, alpha=0.05, parameters=10)
-    assert "39 parameters" in limited.joint(gradient).reason
+
+
+def test_newton_s_direction_is_solved_up_to_its_limit_of_parameters_and_not_beyond():
+    problem = tiny_problem()
+    gradient = problem.gradient()
+    at_the_limit = newton(problem, alpha=0.5, parameters=39)
+    assert at_the_limit.reasons == {}
+    assert at_the_limit.joint(at_the_limit.direction).cosine == pytest.approx(1.0, abs=1e-12)
+    beyond = newton(problem, alpha=0.5, parameters=38)
+    assert beyond.direction == {}
+    why = "left out: 39 parameters, more than the limit of 38"
+    assert beyond.block(gradient, "0.weight").reason == f"0.weight: {why}"
+    assert beyond.joint(gradient).reason == f"0.weight (and 3 more): {why}"
 
 
 def test_a_step_of_zero_is_called_one_and_not_a_gradient_of_zero():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -137,8 +138,14 @@ def test_a_function_that_averages_over_a_batch_is_refused(loss: object, outputs:
 
 @pytest.mark.parametrize("loss", ONE_EXAMPLE.values(), ids=ONE_EXAMPLE)
 @pytest.mark.parametrize("outputs", [1, 2, 3, 10])
-def test_a_function_of_one_example_is_taken_whatever_it_makes_of_a_batch(loss: object, outputs: int) -> None:
-    criterion_from(loss).check(torch.randn(5, outputs), torch.randn(5, outputs))
+def test_a_function_of_one_example_is_taken_whatever_it_makes_of_a_batch(
+    loss: Callable[[Tensor, Tensor], Tensor], outputs: int
+) -> None:
+    logits, targets = torch.randn(2, 5, outputs, dtype=torch.float64)
+    criterion = criterion_from(loss)
+    criterion.check(logits, targets)
+    one_by_one = torch.stack([loss(*pair) for pair in zip(logits, targets, strict=True)])
+    torch.testing.assert_close(criterion.losses(logits, targets), one_by_one)
 
 
 NAN = torch.full((3, K), math.nan)

@@ -5,8 +5,12 @@ from __future__ import annotations
 import gc
 import json
 import socket
+import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from time import sleep
 
@@ -15,10 +19,18 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from curvlab.curvature import Curvature, LayerCurvature
 from curvlab.measure.environment import environment
 from curvlab.measure.flops import count, counting
 from curvlab.measure.memory import held_bytes, peak_bytes, track
-from curvlab.measure.timing import Timing, frame, interleaved, ratio
+from curvlab.measure.stopwatch import Timing, frame, interleaved, ratio
+from curvlab.problem import Problem
+from curvlab.providers import Context, Fisher
+from curvlab.solvers import KFI, LayerDirection, LayerGradient
+from curvlab.solvers.damping import Damping
+from curvlab.studies import usage as usages
+from curvlab.studies.phases import Phases, Stopwatch
+from curvlab.studies.usage import Pair, Usage, usage
 
 linalg = torch.linalg
 
@@ -251,6 +263,87 @@ def test_fake_tensors_of_an_accelerator_are_counted_without_one():
         assert peak_bytes(lambda: x @ x, device="cuda", baseline=[x]) == 80_000
 
 
+class Onlooker:
+    """Another thread that holds the frames of this one, as a profiler does while it reads source files."""
+
+    def __init__(self) -> None:
+        self.pool = ThreadPoolExecutor(1)
+        self.frames: list[object] = []
+
+    def look(self) -> None:
+        identifier = threading.get_ident()
+        self.pool.submit(lambda: self.frames.append(sys._current_frames()[identifier])).result()
+
+    def let_go(self) -> None:
+        self.pool.submit(self.frames.clear).result()
+
+
+@dataclass(frozen=True)
+class Watched(Pair):
+    """A pair whose first `looks` runs are looked at, until their end or, if `briefly`, for a part of it."""
+
+    onlooker: Onlooker
+    looks: int
+    briefly: bool
+    runs: list[None]
+
+    def run(self, problem: Problem):
+        self.onlooker.let_go()
+        self.runs.append(None)
+        self.scratch()
+        beside = normal(500)
+        if self.briefly:
+            self.onlooker.let_go()
+        result = super().run(problem)
+        del beside
+        return result
+
+    def scratch(self) -> None:
+        _ = normal(1000)  # dies with this frame, unless the frame is held
+        if len(self.runs) <= self.looks:
+            self.onlooker.look()
+
+
+@pytest.fixture
+def onlooker():
+    made = Onlooker()
+    yield made
+    made.let_go()
+    made.pool.shutdown()
+
+
+def used_by(onlooker: Onlooker, looks: int, briefly: bool = False) -> tuple[Usage, int]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Sigmoid(), torch.nn.Linear(3, 2)).double()
+    problem = Problem(model, "cross-entropy", normal(5, 4), torch.tensor([0, 1, 0, 1, 0]))
+    pair = Watched("fisher", "ea-cg", 0.05, onlooker, looks, briefly, [])
+    return usage(pair, problem), len(pair.runs)
+
+
+@pytest.mark.parametrize("briefly", [False, True], ids=["until the end", "briefly"])
+def test_bytes_do_not_depend_on_a_thread_that_looks_at_the_stack(onlooker: Onlooker, briefly: bool):
+    expected, once = used_by(onlooker, looks=0)
+    assert once == 1
+    found, runs = used_by(onlooker, looks=2, briefly=briefly)
+    assert (found, runs) == (expected, 3)
+
+
+def test_a_run_that_is_always_disturbed_is_not_repeated_for_ever(onlooker: Onlooker):
+    found, runs = used_by(onlooker, looks=99)
+    assert runs == usages.ATTEMPTS
+    assert found.held_bytes == used_by(onlooker, looks=0)[0].held_bytes + 8000
+
+
+def test_a_tracker_tells_that_another_thread_let_go_of_a_tensor():
+    with track() as alone:
+        x = normal(10)
+        del x
+    with track() as disturbed, ThreadPoolExecutor(1) as pool:
+        held = [normal(10)]
+        pool.submit(held.clear).result()
+    assert (alone.disturbed, disturbed.disturbed) == (False, True)
+
+
 # Floating-point operations
 
 M, N, K = 12, 9, 4
@@ -329,6 +422,74 @@ def test_rounds_are_interleaved_and_rotated():
 def test_quick_functions_are_called_often_enough_to_be_measured():
     timing = interleaved({"quick": lambda: None}, repetitions=2, min_seconds=0.002)["quick"]
     assert timing.calls > 100
+
+
+TICK = 2.0**-14  # seconds; a power of two, so that sums and means of ticks are exact
+
+
+class FakeClock:
+    """Time that passes only where the work says that it takes some; reading the clock takes none."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def pass_ticks(self, ticks: int) -> None:
+        self.now += ticks * TICK
+
+
+@pytest.mark.parametrize(("ticks", "calls"), [(1, 64), (32, 2), (33, 1), (1000, 1)])
+def test_seconds_are_those_of_one_call_however_many_are_averaged(ticks: int, calls: int):
+    clock = FakeClock()
+    functions = {"work": lambda: clock.pass_ticks(ticks), "twice": lambda: clock.pass_ticks(2 * ticks)}
+    timings = interleaved(functions, repetitions=3, min_seconds=33 * TICK, clock=clock)
+    assert timings["work"].calls == calls
+    assert timings["work"].seconds == (ticks * TICK,) * 3
+    assert timings["twice"].seconds == (2 * ticks * TICK,) * 3
+
+
+CLOCK = FakeClock()
+
+
+@dataclass(frozen=True)
+class SlowFisher(Fisher):
+    """Takes `ticks` to make the curvature."""
+
+    ticks: int = 0
+
+    def curvature(self, context: Context, name: str) -> Curvature:
+        CLOCK.pass_ticks(self.ticks)
+        return super().curvature(context, name)
+
+
+@dataclass(frozen=True)
+class SlowKFI(KFI):
+    """Takes ticks to prepare and to apply each layer."""
+
+    preparing: int = 0
+    applying: int = 0
+
+    def prepare(self, layer: LayerCurvature, damping: Damping, gradient: LayerGradient) -> object:
+        CLOCK.pass_ticks(self.preparing)
+        return super().prepare(layer, damping, gradient)
+
+    def apply(self, state: object, gradient: LayerGradient) -> LayerDirection:
+        CLOCK.pass_ticks(self.applying)
+        return super().apply(state, gradient)
+
+
+@pytest.mark.parametrize("faster", [1, 10, 100])
+def test_a_comparison_s_seconds_are_those_of_one_estimate_and_one_solve(faster: int):
+    """Calls too short to be timed alone are averaged: their sum would be up to hundreds of times too long."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Sigmoid(), torch.nn.Linear(3, 2)).double()
+    problem = Problem(model, "cross-entropy", normal(5, 4), torch.tensor([0, 1, 0, 1, 0]))
+    a, b, c = 500 // faster, 300 // faster, 200 // faster
+    watch = Stopwatch(Pair(SlowFisher(ticks=a), SlowKFI(preparing=b, applying=c), 0.05), problem, CLOCK)
+    for _ in range(2):
+        # Two layers are prepared and applied.
+        assert watch.measure() == Phases(a * TICK, 2 * b * TICK, 2 * c * TICK)
 
 
 def test_median_range_and_ratio_are_those_of_paired_rounds():

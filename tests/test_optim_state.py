@@ -74,7 +74,21 @@ def test_state_dict_can_be_saved_and_loaded_without_pickled_code(tmp_path):
     optimizer.step(*batch(0))
     torch.save(optimizer.state_dict(), tmp_path / "state.pt")
     loaded = torch.load(tmp_path / "state.pt", weights_only=True)
-    SecondOrder(model, "cross-entropy", ema=0.9, momentum=0.9).load_state_dict(loaded)
+    fresh = SecondOrder(model, "cross-entropy", ema=0.9, momentum=0.9)
+    assert entries(fresh.state_dict()) != entries(optimizer.state_dict())
+    fresh.load_state_dict(loaded)
+    assert entries(fresh.state_dict()) == entries(optimizer.state_dict())
+
+
+def entries(state: object) -> object:
+    """A nested state with its tensors as what they hold, so that two can be compared."""
+    if isinstance(state, torch.Tensor):
+        return state.dtype, state.shape, state.flatten().tolist()
+    if isinstance(state, dict):
+        return {key: entries(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return [entries(value) for value in state]
+    return state
 
 
 def live_bytes() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -139,7 +140,10 @@ def test_finite_values_whose_sum_overflows_are_no_error() -> None:
     model = nn.Sequential(nn.Linear(1, 2, bias=False))
     with torch.no_grad():
         model[0].weight.fill_(2e38)
-    curvlab.Problem(model, "cross-entropy", torch.ones(4, 1), torch.zeros(4).long()).recording()
+    recorded = curvlab.Problem(model, "cross-entropy", torch.ones(4, 1), torch.zeros(4).long()).recording()
+    assert recorded.logits.sum().isinf()
+    assert torch.equal(recorded.logits, torch.full((4, 2), 2e38))
+    torch.testing.assert_close(recorded.loss, torch.tensor(math.log(2)))
 
 
 def test_one_recording_serves_the_gradient_and_every_provider(monkeypatch: pytest.MonkeyPatch) -> None:

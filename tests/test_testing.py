@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -23,12 +23,12 @@ from curvlab.providers import Context, Fisher, Provider
 from curvlab.providers.registry import providers
 from curvlab.providers.statistics import Statistic, Values
 from curvlab.staleness import Versions
-from curvlab.testing import check_provider
+from curvlab.testing import Check, check_provider, provider_checks, provider_promises
+from curvlab.testing.provider_promises import PROMISES
 
+SLOW = ("hessian", "hessian[full=true]", "gauss-newton[kind=exact]")
 BUILT_IN = [
-    pytest.param("hessian", marks=pytest.mark.slow),
-    pytest.param("hessian[full=true]", marks=pytest.mark.slow),
-    pytest.param("gauss-newton[kind=exact]", marks=pytest.mark.slow),
+    *SLOW,
     "fisher",
     "fisher[kind=mc,samples=3]",
     "fisher[kind=exact]",
@@ -39,9 +39,31 @@ BUILT_IN = [
 ]
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
-def test_providers_of_curvlab_pass(name: str) -> None:
-    check_provider(name)
+@pytest.mark.parametrize(
+    "check",
+    [
+        pytest.param(check, id=f"{name}-{check}", marks=[pytest.mark.slow] if name in SLOW else [])
+        for name in BUILT_IN
+        for check in provider_checks(name)
+    ],
+)
+def test_providers_of_curvlab_keep_each_promise(check: Check) -> None:
+    check()
+
+
+def test_a_check_is_named_by_its_promise_and_an_exempt_one_is_left_out() -> None:
+    names = [str(check) for check in provider_checks("fisher")]
+    assert names == list(PROMISES)
+    assert len(set(names)) == len(names)
+    left = [str(check) for check in provider_checks("fisher", exempt=["psd", "spec"])]
+    assert left == [name for name in names if name not in ("psd", "spec")]
+
+
+def test_making_the_checks_estimates_nothing() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(provider_promises, "estimate", lambda *_: pytest.fail("estimated"))
+        patch.setattr(provider_promises, "provider_cases", lambda: pytest.fail("made a problem"))
+        provider_checks("fisher")
 
 
 def test_a_problem_of_ones_own_is_checked_alone() -> None:
@@ -266,14 +288,55 @@ class Flawed(Provider):
         return FLAWS[self.flaw][2](context, Fisher().curvature(context, name))
 
 
+def promise(provider: Provider, name: str) -> Check:
+    """One check of a provider."""
+    (found,) = [check for check in provider_checks(provider) if str(check) == name]
+    return found
+
+
 @pytest.mark.parametrize("flaw", FLAWS)
 def test_each_flaw_is_found_by_the_check_for_it(flaw: str) -> None:
     check, sentence, _ = FLAWS[flaw]
+    with pytest.raises(AssertionError, match=rf"fails the check `{check}`: .*{sentence}"):
+        promise(Flawed(flaw), check)()
+    assert torch.is_grad_enabled(), "what one check leaves changed would fail the next"
+
+
+def test_every_check_on_a_problem_has_a_flaw_that_fails_it() -> None:
+    elsewhere = {"configuration", "interface", "spec", "accepts", "batches"}
+    assert {check for check, *_ in FLAWS.values()} == set(PROMISES) - elsewhere
+
+
+def test_one_broken_promise_does_not_hide_the_others() -> None:
+    kept = [str(check) for check in provider_checks(Flawed("psd")) if _passes(check)]
+    assert kept == [name for name in PROMISES if name != "psd"]
+
+
+def _passes(check: Check) -> bool:
     try:
-        with pytest.raises(AssertionError, match=rf"fails the check `{check}`: .*{sentence}"):
-            check_provider(Flawed(flaw))
-    finally:
-        torch.set_grad_enabled(True)
+        check()
+    except AssertionError:
+        return False
+    return True
+
+
+def test_check_provider_tells_every_broken_promise_at_once() -> None:
+    with pytest.raises(AssertionError) as failure:
+        check_provider(Flawed("trace"), exempt={"precision"})
+    assert [line.split(": ")[0] for line in str(failure.value).splitlines()] == [
+        "`Flawed(flaw='trace')` fails the check `summaries`"
+    ]
+    with pytest.raises(AssertionError) as failure:
+        check_provider(Flawed("crash"))
+    broken = [line.split("check `")[1].split("`")[0] for line in str(failure.value).splitlines()]
+    assert {"refusal", "accepts", "blocks", "fresh"} <= set(broken)
+    assert not {"configuration", "interface", "spec", "side-effects"} & set(broken)
+
+
+def test_a_failure_names_a_problem_and_counts_the_others() -> None:
+    where = r"\(on sigmoid layers with cross-entropy; it fails on \d+ of 21 problems\)"
+    with pytest.raises(AssertionError, match=where):
+        promise(Flawed("not symmetric"), "symmetric")()
 
 
 def test_an_exempt_check_is_not_run() -> None:
@@ -385,3 +448,42 @@ def test_the_random_state_of_the_caller_is_left_alone() -> None:
     before = torch.get_rng_state()
     check_provider("pch-1")
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_plugin_of_the_first_interface_passes_whether_it_says_so_or_not() -> None:
+    assert "interface" not in vars(Flawed)
+    promise(Flawed("psd"), "interface")()
+    promise(Explicit(), "interface")()
+
+
+@dataclass(frozen=True)
+class Explicit(Fisher):
+    """Repeats the number that it was written for."""
+
+    interface: ClassVar[int] = 1
+
+
+@dataclass(frozen=True)
+class FromTheFuture(Fisher):
+    """Written for an interface that is not there yet."""
+
+    interface: ClassVar[int] = Provider.interface + 1
+
+
+@dataclass(frozen=True)
+class Misnumbered(Fisher):
+    """The number of a release instead of that of an interface."""
+
+    interface: ClassVar[Any] = "0.1"
+
+
+@pytest.mark.parametrize(
+    ("provider", "sentence"),
+    [
+        (FromTheFuture(), "written for interface 2 of curvlab and this curvlab has interface 1"),
+        (Misnumbered(), "its `interface` is '0.1'; expected a whole number"),
+    ],
+)
+def test_another_interface_is_a_sentence(provider: Provider, sentence: str) -> None:
+    with pytest.raises(AssertionError, match=f"fails the check `interface`: .*{sentence}"):
+        promise(provider, "interface")()

@@ -16,11 +16,15 @@ memory that is not a tensor's. Under any dispatch mode torch takes another way h
 autograd formulas their out-of-place form, `eigvalsh` and `svdvals` the one with vectors; the number
 is that of the code as it runs here. The cyclic garbage collector is
 held off while tracking: when it happens to run would otherwise be part of the result.
+
+Another thread that looks at the stack of the work, as a sampling profiler does, holds its frames, and with
+them its tensors, beyond their time. Such a tensor dies in that thread; the tracker is then `disturbed`.
 """
 
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -73,13 +77,16 @@ class Tracker(TorchDispatchMode):
         current_bytes: bytes alive now, or at the exit: what the result holds, plus the baseline.
         peak_bytes: the largest value that `current_bytes` had.
         allocations: every new storage in order, if `record` was asked for.
+        disturbed: whether another thread held a storage beyond its time, so that the bytes may be too many.
     """
 
     def __init__(self, baseline: Iterable[Tensor] = (), record: bool = False) -> None:
         super().__init__()
         self.starting_bytes = self.current_bytes = self.peak_bytes = 0
         self.allocations: list[Allocation] = []
+        self.disturbed = False
         self._record = record
+        self._thread = threading.get_ident()
         self._live: dict[int, _Live] = {}
         for tensor in baseline:
             self._note(tensor)
@@ -137,6 +144,8 @@ class Tracker(TorchDispatchMode):
 
     def _release(self, key: int, _: weakref.ref[torch.UntypedStorage]) -> None:
         self._change(-self._live.pop(key).bytes)
+        if threading.get_ident() != self._thread:
+            self.disturbed |= _is_python_thread(threading.get_ident())
 
     def _change(self, size: int) -> None:
         self.current_bytes += size
@@ -202,6 +211,11 @@ def _load_autograd() -> None:
     It imports modules, and leaves cycles that hold its callers' frames, and their tensors, alive.
     """
     torch.ones((), requires_grad=True).backward()
+
+
+def _is_python_thread(identifier: int) -> bool:
+    """Whether Python started the thread; those in which autograd serves accelerators are torch's own."""
+    return any(thread.ident == identifier for thread in threading.enumerate())
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:

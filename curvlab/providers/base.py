@@ -22,6 +22,7 @@ from curvlab.model.graph import Network
 from curvlab.model.recording import Recording
 from curvlab.problem import Problem
 from curvlab.providers.statistics import Inputs, Statistic, Values
+from curvlab.registry import INTERFACE
 from curvlab.staleness import Versions, change_message
 
 __all__ = ["INPUTS", "Context", "ProblemSnapshot", "Provider", "kronecker_layers"]
@@ -57,8 +58,13 @@ class Context:
 
 @dataclass(frozen=True)
 class Provider(ABC):
-    """A rule that turns a problem into a curvature."""
+    """A rule that turns a problem into a curvature.
 
+    `interface` numbers what is described here; a plugin repeats the number that it was written for, so that
+    another curvlab can tell.
+    """
+
+    interface: ClassVar[int] = INTERFACE
     needs_chain: ClassVar[bool] = True
 
     @abstractmethod

@@ -20,6 +20,7 @@ from curvlab.curvature import Curvature, LayerCurvature
 from curvlab.exceptions import PairError
 from curvlab.linalg import Matrix
 from curvlab.linalg.inputs import InputKind
+from curvlab.registry import INTERFACE
 from curvlab.solvers.cost_model import Route
 from curvlab.solvers.damping import Damping, DampingSplit
 from curvlab.solvers.systems import LayerGradient, System
@@ -68,8 +69,13 @@ class LayerDirection:
 
 @dataclass(frozen=True)
 class Solver(ABC):
-    """A rule that turns a curvature and a gradient into a direction."""
+    """A rule that turns a curvature and a gradient into a direction.
 
+    `interface` numbers what is described here; a plugin repeats the number that it was written for, so that
+    another curvlab can tell.
+    """
+
+    interface: ClassVar[int] = INTERFACE
     input_factor: ClassVar[InputKind] = "full"
     needs_psd: ClassVar[bool] = True
     needs_kronecker: ClassVar[bool] = True

@@ -10,15 +10,13 @@ have factorised. One measurement is as many calls as last `MIN_SECONDS` together
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from time import perf_counter
-from typing import TypeVar
+from functools import partial
 
 from curvlab.curvature import Curvature
 from curvlab.gradient import Gradient
-from curvlab.measure import device as devices
 from curvlab.measure.collector import collector_off
+from curvlab.measure.stopwatch import Clock, calls_lasting, timed
 from curvlab.problem import Problem
 from curvlab.providers import estimate
 from curvlab.solvers import Mixed, solve
@@ -29,7 +27,6 @@ from curvlab.studies.usage import Pair, fresh
 __all__ = ["Phases", "Stopwatch"]
 
 MIN_SECONDS = 0.01
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -53,11 +50,14 @@ class Phases:
 
 
 class Stopwatch:
-    """Measures one pair on one problem; warms up, and finds how many calls to average, the first time."""
+    """Measures one pair on one problem; warms up, and finds how many calls to average, the first time.
 
-    def __init__(self, pair: Pair, problem: Problem) -> None:
+    `clock` gives seconds, `time.perf_counter` by default.
+    """
+
+    def __init__(self, pair: Pair, problem: Problem, clock: Clock | None = None) -> None:
         self.pair, self.problem = pair, problem
-        self.device = next(problem.model.parameters()).device
+        self._timed = partial(timed, device=next(problem.model.parameters()).device, clock=clock)
         self._calls: int | None = None
         self._whole = False
 
@@ -72,17 +72,21 @@ class Stopwatch:
         """
         if self._calls is None:
             self._calls = self._warm_up()
-        with collector_off():
-            total = self._call()
-            for _ in range(self._calls - 1):
-                total = total + self._call()
-        return total / self._calls
+        return self._total(self._calls) / self._calls
 
     def _warm_up(self) -> int:
         _, solution = self.pair.run(fresh(self.problem))
         self._whole = any(block.route == "operator" for block in solution.blocks.values())
         self._call()
-        return max(1, round(MIN_SECONDS / max(self._call().total, 1e-6)))
+        return calls_lasting(MIN_SECONDS, lambda calls: self._total(calls).total)
+
+    def _total(self, calls: int) -> Phases:
+        """The seconds of so many calls together."""
+        with collector_off():
+            total = self._call()
+            for _ in range(calls - 1):
+                total = total + self._call()
+        return total
 
     def _call(self) -> Phases:
         problem = fresh(self.problem)
@@ -110,10 +114,3 @@ class Stopwatch:
 
         apply, _ = self._timed(applied)
         return prepare, apply
-
-    def _timed(self, function: Callable[[], T]) -> tuple[float, T]:
-        devices.synchronize(self.device)
-        start = perf_counter()
-        result = function()
-        devices.synchronize(self.device)
-        return perf_counter() - start, result

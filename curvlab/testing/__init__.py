@@ -1,8 +1,14 @@
-"""Conformance checks that a plugin inherits: call them from one test of your own package."""
+"""Conformance checks that a plugin inherits: run them from one test of your own package.
+
+@pytest.mark.parametrize("check", curvlab.testing.provider_checks(MyProvider()), ids=str)
+def test_my_provider_keeps_its_promises(check):
+    check()
+"""
 
 from __future__ import annotations
 
-from curvlab.testing.providers import check_provider
-from curvlab.testing.solvers import check_solver
+from curvlab.testing.checking import Check
+from curvlab.testing.provider_promises import check_provider, provider_checks
+from curvlab.testing.solver_promises import check_solver, solver_checks
 
-__all__ = ["check_provider", "check_solver"]
+__all__ = ["Check", "check_provider", "check_solver", "provider_checks", "solver_checks"]

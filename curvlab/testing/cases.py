@@ -1,4 +1,4 @@
-"""Small problems that between them show every structure a provider meets.
+"""Small problems: between them every structure a provider meets, and every form of layer a solver does.
 
 Each is built anew whenever it is asked for, so that no check sees what another has done to it.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from curvlab.problem import Problem
 
-__all__ = ["Case", "small_cases"]
+__all__ = ["Case", "provider_cases", "solver_cases"]
 
 EXAMPLES, INPUTS, OUTPUTS = 5, 6, 3
 ACTIVATIONS: dict[str, type[nn.Module]] = {
@@ -73,20 +74,22 @@ def _uneven(inputs: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
     return [(inputs[a:b], targets[a:b]) for a, b in zip(cuts, ends, strict=True)]
 
 
-def small_cases() -> Iterator[Case]:
+def provider_cases() -> Iterator[Case]:
     """Activations times criteria, then what else a model or a batch may have."""
     for criterion in CRITERIA:
         for activation, module in ACTIVATIONS.items():
-            yield _case(f"{activation} layers with {criterion}", _mlp(module), criterion)
+            yield _provider_case(f"{activation} layers with {criterion}", _mlp(module), criterion)
     weighted = nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64), ignore_index=1)
-    yield _case("class weights and ignored examples", _mlp(nn.Tanh), weighted)
-    yield _case("a frozen weight and a missing bias", _partly_frozen(), "cross-entropy")
-    yield _case("a subset of the layers", _mlp(nn.Sigmoid), "robust", ("2",))
-    yield _case("a single layer", _seeded(lambda: nn.Linear(INPUTS, OUTPUTS)), "cross-entropy")
-    yield _case("a residual connection", _seeded(Residual), "cross-entropy")
+    yield _provider_case("class weights and ignored examples", _mlp(nn.Tanh), weighted)
+    yield _provider_case("a frozen weight and a missing bias", _partly_frozen(), "cross-entropy")
+    yield _provider_case("a subset of the layers", _mlp(nn.Sigmoid), "robust", ("2",))
+    yield _provider_case("a single layer", _seeded(lambda: nn.Linear(INPUTS, OUTPUTS)), "cross-entropy")
+    yield _provider_case("a residual connection", _seeded(Residual), "cross-entropy")
 
 
-def _case(label: str, model: nn.Module, criterion: Any, layers: tuple[str, ...] | None = None) -> Case:
+def _provider_case(
+    label: str, model: nn.Module, criterion: Any, layers: tuple[str, ...] | None = None
+) -> Case:
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(EXAMPLES, INPUTS, dtype=torch.float64, generator=generator)
     targets = torch.arange(EXAMPLES) % OUTPUTS
@@ -129,3 +132,45 @@ class Residual(nn.Module):
         """z + last(tanh z) with z = first(x)."""
         z = self.first(x)
         return z + self.last(z.tanh())
+
+
+def solver_cases() -> Iterator[Case]:
+    """Problems that every Kronecker curvature exists for: layers that are wide, narrow, degenerate."""
+    yield _solver_case("a layer wider than the batch", (12, 5, 3), examples=4)
+    yield _solver_case("layers narrower than the batch", (4, 5, 3), examples=9)
+    yield _solver_case("no biases", (12, 5, 3), examples=4, bias=False)
+    yield _solver_case("a subset of the layers", (7, 5, 3), examples=4, layers=("2",))
+    yield _solver_case("a single example", (6, 4, 3), examples=1)
+    yield _solver_case("repeated examples", (12, 5, 3), inputs=_shifted_inputs(3, 12).repeat(2, 1))
+    yield _solver_case("inputs that are zero", (12, 5, 3), inputs=torch.zeros(4, 12, dtype=torch.float64))
+    weighted = nn.CrossEntropyLoss(torch.tensor([1.0, 0.0, 2.0], dtype=torch.float64))
+    yield _solver_case("class weights, one of them zero", (12, 5, 3), examples=5, criterion=weighted)
+
+
+def _solver_case(
+    label: str,
+    widths: tuple[int, ...],
+    examples: int = 4,
+    bias: bool = True,
+    layers: tuple[str, ...] | None = None,
+    inputs: Tensor | None = None,
+    criterion: str | nn.Module = "cross-entropy",
+) -> Case:
+    given = _shifted_inputs(examples, widths[0]) if inputs is None else inputs
+    targets = torch.arange(len(given)) % widths[-1]
+    return Case(label, _sigmoid_network(widths, bias), criterion, given, targets, layers)
+
+
+def _shifted_inputs(examples: int, width: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(examples, width, dtype=torch.float64, generator=generator) + 0.3
+
+
+def _sigmoid_network(widths: tuple[int, ...], bias: bool) -> nn.Module:
+    def make() -> nn.Module:
+        modules: list[nn.Module] = []
+        for fan_in, fan_out in pairwise(widths):
+            modules += [nn.Linear(fan_in, fan_out, bias, dtype=torch.float64), nn.Sigmoid()]
+        return nn.Sequential(*modules[:-1])
+
+    return _seeded(make)

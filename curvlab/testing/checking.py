@@ -1,17 +1,33 @@
-"""What the conformance suites share: requiring a sentence, running checks by name, frozen configuration."""
+"""What the conformance suites share: a named check, running many of them, frozen configuration.
+
+A check is a callable with a name, so that a test of another package has one item per promise::
+
+    @pytest.mark.parametrize("check", curvlab.testing.provider_checks(MyProvider()), ids=str)
+    def test_my_provider_keeps_its_promises(check):
+        check()
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from curvlab.exceptions import SpecError
 from curvlab.registry import Registry
 
-__all__ = ["check_exempt", "check_frozen", "check_text", "require", "run"]
+__all__ = [
+    "Check",
+    "check_exempt",
+    "check_frozen",
+    "check_text",
+    "hold_all",
+    "require",
+    "run_all",
+]
 
 T = TypeVar("T")
 
@@ -22,18 +38,60 @@ def require(holds: bool, sentence: str) -> None:
         raise AssertionError(sentence)
 
 
-def run(checks: Mapping[str, Callable[[T], None]], subject: T, exempt: Collection[str], where: str) -> None:
-    """Run the checks that are not exempt; whatever one raises is a failure that names it."""
-    for name, check in checks.items():
-        if name in exempt:
-            continue
+@dataclasses.dataclass(frozen=True, eq=False)
+class Check:
+    """One promise of one provider or solver: call it, and it raises AssertionError where it is broken.
+
+    Attributes:
+        name: the promise, as `exempt` names it; also the text of the check, for `ids=str`.
+        subject: whose promise it is, for the sentence of a failure.
+    """
+
+    name: str
+    subject: str
+    _body: Callable[[], None]
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __call__(self) -> None:
+        """Raise AssertionError, naming the subject and the check, unless the promise is kept."""
+        # The gradient mode is put back, or one plugin that leaves it changed would fail every later check.
+        with torch.set_grad_enabled(torch.is_grad_enabled()):
+            try:
+                self._body()
+            except Exception as error:
+                what = f"`{self.subject}` fails the check `{self.name}`: {_sentence(error)}"
+                raise AssertionError(what) from error
+
+
+def run_all(checks: Iterable[Check]) -> None:
+    """Run every check; one AssertionError has the sentences of all that fail."""
+    sentences = []
+    for check in checks:
         try:
-            check(subject)
+            check()
         except AssertionError as error:
-            raise AssertionError(f"{where} fails the check `{name}`: {error}") from error
+            sentences.append(str(error))
+    require(not sentences, "\n".join(sentences))
+
+
+def hold_all(promise: Callable[[T], None], subjects: Mapping[str, T]) -> None:
+    """Hold every subject to one promise; the first that breaks it is told, and how many do."""
+    broken: list[tuple[str, Exception]] = []
+    for label, subject in subjects.items():
+        try:
+            promise(subject)
         except Exception as error:
-            what = f"{type(error).__name__}: {error}"
-            raise AssertionError(f"{where} fails the check `{name}`: it raises {what}") from error
+            broken.append((label, error))
+    if broken:
+        label, first = broken[0]
+        many = f"; it fails on {len(broken)} of {len(subjects)} problems" if len(broken) > 1 else ""
+        raise AssertionError(f"{_sentence(first)} (on {label}{many})") from first
+
+
+def _sentence(error: Exception) -> str:
+    return str(error) if isinstance(error, AssertionError) else f"it raises {type(error).__name__}: {error}"
 
 
 def check_exempt(exempt: Collection[str], known: Collection[str]) -> None:

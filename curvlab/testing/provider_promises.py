@@ -1,12 +1,12 @@
-"""The checks that `check_provider` runs, one promise each; each raises AssertionError with a sentence."""
+"""What every provider promises, checked on small problems: one check per promise."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -17,11 +17,20 @@ from curvlab.linalg import Block
 from curvlab.problem import Problem
 from curvlab.providers import Provider, estimate
 from curvlab.providers.registry import providers
-from curvlab.testing.cases import Case
-from curvlab.testing.checking import check_frozen, check_text, require
+from curvlab.registry import check_interface
+from curvlab.testing.cases import Case, provider_cases
+from curvlab.testing.checking import (
+    Check,
+    check_exempt,
+    check_frozen,
+    check_text,
+    hold_all,
+    require,
+    run_all,
+)
 from curvlab.testing.traces import differences, mark, state_of
 
-__all__ = ["ON_A_CURVATURE", "ON_A_PROBLEM", "ON_THE_PROVIDER", "Subject"]
+__all__ = ["PROMISES", "check_provider", "provider_checks"]
 
 EXACT = 1e-10
 SINGLE = 1e-4
@@ -63,6 +72,11 @@ def check_configuration(provider: Provider) -> None:
     """A frozen dataclass, equal by value, whose constructor does no work."""
     require(isinstance(provider, Provider), "it does not derive from curvlab.providers.Provider")
     check_frozen(provider)
+
+
+def check_version(provider: Provider) -> None:
+    """The interface it was written for is one that this curvlab has."""
+    check_interface(type(provider))
 
 
 def check_spec(provider: Provider) -> None:
@@ -227,8 +241,15 @@ def _close(
     require(error <= tolerance * size, f"{sentence} (they differ by {error:.3g}, the size is {size:.3g})")
 
 
+def check_accepts(subjects: Mapping[str, Subject]) -> None:
+    """It analyses some problem."""
+    refusals = [subject.refusal for subject in subjects.values()]
+    require(None in refusals, f"it refuses every problem it was checked on, the last because {refusals[-1]}")
+
+
 ON_THE_PROVIDER: dict[str, Callable[[Provider], None]] = {
     "configuration": check_configuration,
+    "interface": check_version,
     "spec": check_spec,
 }
 ON_A_PROBLEM: dict[str, Callable[[Subject], None]] = {
@@ -247,3 +268,91 @@ ON_A_CURVATURE: dict[str, Callable[[Subject], None]] = {
     "precision": check_precision,
     "fresh": check_fresh,
 }
+PROMISES = (*ON_THE_PROVIDER, *ON_A_PROBLEM, "accepts", *ON_A_CURVATURE)
+"""The names of the checks, in the order in which they run."""
+
+
+class _Subjects:
+    """A provider on all its cases, which are made when the first check needs them."""
+
+    def __init__(self, provider: Provider, problem: Problem | None) -> None:
+        self.provider, self.problem = provider, problem
+
+    @cached_property
+    def by_label(self) -> dict[str, Subject]:
+        cases = provider_cases() if self.problem is None else [Case.of(self.problem)]
+        return {case.label: Subject(self.provider, case) for case in cases}
+
+    def hold(self, promise: Callable[[Subject], None]) -> None:
+        """Hold the provider to a promise on every problem."""
+        hold_all(promise, self.by_label)
+
+    def hold_where_accepted(self, promise: Callable[[Subject], None]) -> None:
+        """The same on the problems that it does not refuse."""
+        hold_all(promise, {label: s for label, s in self.by_label.items() if not _is_refused(s)})
+
+    def accept(self) -> None:
+        check_accepts(self.by_label)
+
+
+def _is_refused(subject: Subject) -> bool:
+    """Whether the provider refuses the case; an estimate that raises something else is none."""
+    try:
+        return subject.refusal is not None
+    except Exception:
+        return False
+
+
+def provider_checks(
+    provider: str | Provider, problem: Problem | None = None, *, exempt: Collection[str] = ()
+) -> list[Check]:
+    """The checks of a provider, one per promise, for `pytest.mark.parametrize`.
+
+    They run on a set of small problems (activations times criteria, class weights, frozen and missing
+    parameters, a subset of layers, no chain), or on `problem` alone where one is given: it should be
+    small, as its matrix is formed. Of the set a provider may refuse some, with a `ProblemError`; a given
+    problem it must accept.
+
+    The checks, by the names that `exempt` leaves out:
+
+    - `configuration`: a frozen dataclass, equal by value, whose constructor does no work;
+    - `interface`: it is written for an interface that this curvlab has;
+    - `spec`: what `name[key=value]` says, if it is registered, is the provider itself;
+    - `side-effects`: gradients, hooks, modes, random state and tensors are as before, also after a refusal;
+    - `refusal`: the error for a problem it cannot analyse is a `ProblemError` that says why;
+    - `accepts`: it analyses at least one of the problems;
+    - `blocks`: a `Curvature` with one finite block per parameter, of its name, shape and dtype;
+    - `linear`, `symmetric`: C(ax + by) = aCx + bCy, xᵀ(Cy) = yᵀ(Cx);
+    - `dense`: `@` is what `to_dense` says, block by block and as a whole;
+    - `summaries`: diagonal, trace, Frobenius norm and eigenvalues are those of the dense form;
+    - `psd`: where it is claimed, no eigenvalue is negative beyond rounding;
+    - `repeatable`: a second call gives the same;
+    - `batches`: a stream of uneven batches gives the same as one batch, to 1e-10;
+    - `precision`: float32 agrees with float64 to 1e-4;
+    - `fresh`: use after a parameter has changed is told by a warning or a `StaleError`.
+
+    >>> checks = provider_checks("pch[gamma=-0.5]", exempt=["precision"])
+    >>> [str(check) for check in checks][:3]
+    ['configuration', 'interface', 'spec']
+    >>> checks[0]()
+    """
+    check_exempt(exempt, PROMISES)
+    instance = providers.make(provider)
+    subjects = _Subjects(instance, problem)
+    bodies: dict[str, Callable[[], None]] = {
+        **{name: partial(promise, instance) for name, promise in ON_THE_PROVIDER.items()},
+        **{name: partial(subjects.hold, promise) for name, promise in ON_A_PROBLEM.items()},
+        "accepts": subjects.accept,
+        **{name: partial(subjects.hold_where_accepted, promise) for name, promise in ON_A_CURVATURE.items()},
+    }
+    return [Check(name, str(provider), bodies[name]) for name in PROMISES if name not in exempt]
+
+
+def check_provider(
+    provider: str | Provider, problem: Problem | None = None, *, exempt: Collection[str] = ()
+) -> None:
+    """Run all of `provider_checks`; raise one AssertionError with the sentences of those that fail.
+
+    >>> check_provider("pch[gamma=-0.5]")
+    """
+    run_all(provider_checks(provider, problem, exempt=exempt))

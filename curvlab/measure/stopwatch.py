@@ -1,18 +1,21 @@
-"""Time of several functions, measured side by side so that noise hits all of them alike.
+"""Seconds of a piece of work, and of several measured side by side so that noise hits all of them alike.
 
-Every round measures each function once, in an order that rotates from round to round; a slow
-moment of the machine then falls on neighbours, and the ratio of two functions, taken round by
-round, cancels what the medians of separate runs would keep. One measurement is as many calls as
-last `min_seconds` together, divided by their number, with the device's queue empty before and
-after, and the garbage collector off. The processor time of the process is measured beside: it leaves
-out what other programs took of a busy machine, and says nothing of an accelerator.
+    seconds = (time of n calls) / n        with n calls as many as last `min_seconds` together
+
+The device's queue is empty before and after, and the garbage collector is off. `interleaved` measures each
+function once in every round, in an order that rotates from round to round; a slow moment of the machine then
+falls on neighbours, and the ratio of two functions, taken round by round, cancels what the medians of
+separate runs would keep. The processor time of the process is measured beside: it leaves out what other
+programs took of a busy machine, and says nothing of an accelerator.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter, process_time
+from typing import TypeVar
 
 import numpy as np
 import pandas as pd
@@ -21,12 +24,15 @@ import torch
 from curvlab.measure import device as devices
 from curvlab.measure.collector import collector_off
 
-__all__ = ["Ratio", "Timing", "frame", "interleaved", "ratio"]
+__all__ = ["Clock", "Ratio", "Timing", "calls_lasting", "frame", "interleaved", "ratio", "timed"]
+
+Clock = Callable[[], float]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds a call of one function, one entry a round, and how many calls one entry averages."""
+    """Seconds per call of one function, one entry per round, and how many calls one entry averages."""
 
     name: str
     seconds: tuple[float, ...]
@@ -64,6 +70,35 @@ class Ratio:
         return self.upper - self.lower
 
 
+def timed(
+    function: Callable[[], T], device: torch.device | str = "cpu", clock: Clock | None = None
+) -> tuple[float, T]:
+    """Seconds of one call of `function`, until the device has done it, and what it returned.
+
+    >>> ticks = iter([1.0, 3.5])
+    >>> timed(lambda: "done", clock=lambda: next(ticks))
+    (2.5, 'done')
+    """
+    read = perf_counter if clock is None else clock
+    devices.synchronize(device)
+    start = read()
+    result = function()
+    devices.synchronize(device)
+    return read() - start, result
+
+
+def calls_lasting(min_seconds: float, seconds_of: Callable[[int], float]) -> int:
+    """The smallest power of two of calls that last `min_seconds`, given the seconds of so many calls.
+
+    >>> calls_lasting(1.0, lambda calls: 0.3 * calls)
+    4
+    """
+    calls = 1
+    while seconds_of(calls) < min_seconds:
+        calls *= 2
+    return calls
+
+
 def interleaved(
     functions: Mapping[str, Callable[[], object]],
     repetitions: int,
@@ -71,8 +106,11 @@ def interleaved(
     *,
     warmup: int = 1,
     min_seconds: float = 0.002,
+    clock: Clock | None = None,
 ) -> dict[str, Timing]:
     """Measure every function `repetitions` times, in rounds, after `warmup` calls of each.
+
+    `clock` gives seconds, `time.perf_counter` by default.
 
     >>> timings = interleaved({"one": lambda: sum(range(10)), "two": lambda: None}, repetitions=3)
     >>> [(timing.name, len(timing.seconds)) for timing in timings.values()]
@@ -80,14 +118,21 @@ def interleaved(
     """
     if repetitions < 1:
         raise ValueError(f"repetitions is {repetitions}; at least 1 is needed")
+
+    def seconds_of(name: str, calls: int) -> float:
+        return timed(partial(_repeat, functions[name], calls), device, clock)[0]
+
     with collector_off():
-        calls = {name: _calls(f, device, warmup, min_seconds) for name, f in functions.items()}
+        calls: dict[str, int] = {}
+        for name, function in functions.items():
+            _repeat(function, warmup)
+            calls[name] = calls_lasting(min_seconds, partial(seconds_of, name))
         seconds: dict[str, list[float]] = {name: [] for name in functions}
         processor: dict[str, list[float]] = {name: [] for name in functions}
         for repetition in range(repetitions):
             for name in _rotated(list(functions), repetition):
                 started = process_time()
-                total = _measure(functions[name], calls[name], device)
+                total = seconds_of(name, calls[name])
                 processor[name].append((process_time() - started) / calls[name])
                 seconds[name].append(total / calls[name])
     return {
@@ -111,7 +156,7 @@ def ratio(numerator: Timing, denominator: Timing) -> Ratio:
 
 
 def frame(timings: Mapping[str, Timing]) -> pd.DataFrame:
-    """One row a function: its name, median, interquartile range, rounds and calls a round."""
+    """One row per function: its name, median, interquartile range, rounds and calls per round."""
     return pd.DataFrame(
         {
             "name": timing.name,
@@ -124,24 +169,9 @@ def frame(timings: Mapping[str, Timing]) -> pd.DataFrame:
     )
 
 
-def _calls(
-    function: Callable[[], object], device: torch.device | str, warmup: int, min_seconds: float
-) -> int:
-    for _ in range(warmup):
-        function()
-    calls = 1
-    while _measure(function, calls, device) < min_seconds:
-        calls *= 2
-    return calls
-
-
-def _measure(function: Callable[[], object], calls: int, device: torch.device | str) -> float:
-    devices.synchronize(device)
-    start = perf_counter()
+def _repeat(function: Callable[[], object], calls: int) -> None:
     for _ in range(calls):
         function()
-    devices.synchronize(device)
-    return perf_counter() - start
 
 
 def _rotated(names: list[str], by: int) -> list[str]:

@@ -1,10 +1,10 @@
-"""The checks that `check_solver` runs, one promise each; each raises AssertionError with a sentence."""
+"""What every solver promises, checked on small problems: one check per promise."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -15,13 +15,23 @@ from curvlab.gradient import Gradient
 from curvlab.linalg.steps import as_step
 from curvlab.problem import Problem
 from curvlab.providers import estimate
+from curvlab.registry import check_interface
 from curvlab.solvers import LayerGradient, Mixed, Solution, Solver, Status, solve, solvers
-from curvlab.testing.cases import Case
-from curvlab.testing.checking import check_frozen, check_text, require
+from curvlab.testing.cases import Case, solver_cases
+from curvlab.testing.checking import (
+    Check,
+    check_exempt,
+    check_frozen,
+    check_text,
+    hold_all,
+    require,
+    run_all,
+)
 from curvlab.testing.traces import differences, state_of
 
-__all__ = ["ON_A_CURVATURE", "ON_THE_SOLVER", "SolverSubject"]
+__all__ = ["PROMISES", "check_solver", "solver_checks"]
 
+PROVIDERS = ("fisher", "pch-1")
 ALPHA = 0.1
 SAME = 1e-8
 SINGLE = 1e-2
@@ -70,6 +80,11 @@ def check_configuration(solver: Solver) -> None:
     """A frozen dataclass, equal by value, whose constructor does no work."""
     require(isinstance(solver, Solver), "it does not derive from curvlab.solvers.Solver")
     check_frozen(solver)
+
+
+def check_version(solver: Solver) -> None:
+    """The interface it was written for is one that this curvlab has."""
+    check_interface(type(solver))
 
 
 def check_spec(solver: Solver) -> None:
@@ -195,6 +210,7 @@ def _close(value: Tensor, expected: Tensor, tolerance: float, sentence: str) -> 
 
 ON_THE_SOLVER: dict[str, Callable[[Solver], None]] = {
     "configuration": check_configuration,
+    "interface": check_version,
     "spec": check_spec,
 }
 ON_A_CURVATURE: dict[str, Callable[[SolverSubject], None]] = {
@@ -210,3 +226,69 @@ ON_A_CURVATURE: dict[str, Callable[[SolverSubject], None]] = {
     "precision": check_precision,
     "refusal": check_refusal,
 }
+PROMISES = (*ON_THE_SOLVER, *ON_A_CURVATURE)
+"""The names of the checks, in the order in which they run."""
+
+
+class _Subjects:
+    """A solver on all its cases, which are made when the first check needs them."""
+
+    def __init__(self, solver: Solver) -> None:
+        self.solver = solver
+
+    @cached_property
+    def by_label(self) -> dict[str, SolverSubject]:
+        return {
+            f"`{provider}` with {case.label}": SolverSubject(self.solver, case, provider)
+            for case in solver_cases()
+            for provider in PROVIDERS
+        }
+
+    def hold(self, promise: Callable[[SolverSubject], None]) -> None:
+        """Hold the solver to a promise on every problem."""
+        hold_all(promise, self.by_label)
+
+
+def solver_checks(solver: str | Solver, *, exempt: Collection[str] = ()) -> list[Check]:
+    """The checks of a solver, one per promise, for `pytest.mark.parametrize`.
+
+    They run on small problems (layers wider and narrower than the batch, missing biases, a subset of the
+    layers, one example, repeated and zero inputs, rows of weight zero), with a Gram and with a dense output
+    factor.
+
+    The checks, by the names that `exempt` leaves out:
+
+    - `configuration`: a frozen dataclass, equal by value, whose constructor does no work;
+    - `interface`: it is written for an interface that this curvlab has;
+    - `spec`: what `name[key=value]` says, if it is registered, is the solver itself;
+    - `blocks`: one finite step per parameter, of its name, shape and dtype;
+    - `residual`: a step that is said to be converged solves the system the solver documents;
+    - `descent`: gᵀd < 0 wherever g is not zero;
+    - `zero`: no gradient, no step;
+    - `homogeneous`: a gradient of another size gives a step of another size;
+    - `origin`: a gradient in factors and the same as plain tensors give the same step;
+    - `phases`: what `prepare` made for one gradient serves another;
+    - `side-effects`: the model, the batch, the random state and the gradient are as before;
+    - `repeatable`: a second call gives the same;
+    - `precision`: float32 agrees with float64 to 1e-2;
+    - `refusal`: an indefinite or matrix-free curvature is solved, or refused with a `PairError` in words.
+
+    >>> [str(check) for check in solver_checks("ea-cg")][-2:]
+    ['precision', 'refusal']
+    """
+    check_exempt(exempt, PROMISES)
+    instance = solvers.make(solver)
+    subjects = _Subjects(instance)
+    bodies: dict[str, Callable[[], None]] = {
+        **{name: partial(promise, instance) for name, promise in ON_THE_SOLVER.items()},
+        **{name: partial(subjects.hold, promise) for name, promise in ON_A_CURVATURE.items()},
+    }
+    return [Check(name, str(solver), bodies[name]) for name in PROMISES if name not in exempt]
+
+
+def check_solver(solver: str | Solver, *, exempt: Collection[str] = ()) -> None:
+    """Run all of `solver_checks`; raise one AssertionError with the sentences of those that fail.
+
+    >>> check_solver("ea-cg[max_iter=30]")
+    """
+    run_all(solver_checks(solver, exempt=exempt))
