@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from curvlab import Curvature, Gradient, Problem
 from curvlab.gradient import RowGradient
 from curvlab.linalg import Factor
-from curvlab.linalg.inputs import InputFactors
+from curvlab.linalg.factors import InputFactors
 from curvlab.measure import device as devices
 from curvlab.optim import SecondOrder
 from curvlab.studies.setup import Setup

@@ -23,9 +23,8 @@ from curvlab.curvature_io import Packed, load_packed, save_packed
 from curvlab.exceptions import ArgumentError, MatrixFreeError, StaleError, describe_argument
 from curvlab.linalg import Block, Factor, FactorBlock, KroneckerBlock
 from curvlab.linalg.blocks import DENSE_BYTES, check_dense_bytes, dense_from
+from curvlab.linalg.factors import InputFactors, frobenius_norm
 from curvlab.linalg.flat import flatten, unflatten
-from curvlab.linalg.inputs import InputFactors
-from curvlab.linalg.norms import frobenius_norm
 from curvlab.staleness import Versions, change_message
 
 if TYPE_CHECKING:

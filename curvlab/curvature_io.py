@@ -19,7 +19,7 @@ from torch import Tensor
 
 from curvlab.files import replaced
 from curvlab.linalg import DenseFactor, Factor, GramFactor, RankOneFactor
-from curvlab.linalg.inputs import InputFactors
+from curvlab.linalg.factors import InputFactors
 
 __all__ = ["Packed", "load_packed", "save_packed"]
 

@@ -26,7 +26,7 @@ from curvlab.distributed.statistics import PayloadEntry, _goes_by_rows, gathers_
 from curvlab.exceptions import NoRowsError, ProblemError, RankError
 from curvlab.gradient import RowGradient
 from curvlab.linalg import DenseFactor, GramFactor
-from curvlab.linalg.inputs import InputFactors
+from curvlab.linalg.factors import InputFactors
 from curvlab.providers.estimate import Chosen, estimate_jointly
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ import curvlab
 from curvlab.curvature import Curvature, Definiteness, LayerCurvature
 from curvlab.exceptions import ProblemError
 from curvlab.linalg import DenseFactor
-from curvlab.linalg.inputs import InputFactors
+from curvlab.linalg.factors import InputFactors
 from curvlab.problem import Problem
 from curvlab.providers import Context, Provider
 from curvlab.studies import weight_errors

@@ -19,8 +19,7 @@ from curvlab.linalg import (
     OperatorBlock,
     RankOneFactor,
 )
-from curvlab.linalg.inputs import InputFactors
-from curvlab.linalg.norms import frobenius_norm
+from curvlab.linalg.factors import InputFactors, frobenius_norm
 from curvlab.linalg.steps import Combination, RowProduct, as_step
 
 

@@ -11,7 +11,7 @@ import torch
 import curvlab
 from curvlab.exceptions import PairError, SolveError
 from curvlab.linalg import GramFactor
-from curvlab.linalg.inputs import InputFactors
+from curvlab.linalg.factors import InputFactors
 from curvlab.linalg.steps import as_step
 from curvlab.solvers import CG, EACG, KFI, Exact, LayerGradient, Solver
 from tests.solver_cases import SOLVERS, WIDE, problem

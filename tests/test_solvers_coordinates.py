@@ -9,7 +9,7 @@ from torch import Tensor
 import curvlab
 from curvlab.gradient import RowGradient
 from curvlab.linalg import DenseFactor, GramFactor
-from curvlab.linalg.inputs import InputFactors
+from curvlab.linalg.factors import InputFactors
 from curvlab.linalg.steps import RowProduct, as_step
 from curvlab.solvers.input_coordinates import (
     SPLIT_ELEMENTS,
@@ -21,7 +21,7 @@ from curvlab.solvers.input_coordinates import (
     SampleCoordinates,
     split_gradient,
 )
-from curvlab.solvers.systems import DampedSystem, WeightMeasures
+from curvlab.solvers.solution import DampedSystem, WeightMeasures
 from tests.solver_cases import assert_close, problem
 from tests.test_linalg_factors import randn, roots
 

@@ -8,7 +8,7 @@ import torch
 import curvlab
 from curvlab.gradient import RowGradient
 from curvlab.linalg import DenseFactor, GramFactor
-from curvlab.linalg.inputs import InputFactors, InputKind
+from curvlab.linalg.factors import InputFactors, InputKind
 from curvlab.solvers import cost_model
 from curvlab.solvers.cost_model import Eigen, Inverse, Iteration, Work, choose_coordinates
 

@@ -17,7 +17,7 @@ from curvlab.linalg import Factor, Step
 from curvlab.linalg.steps import as_step
 from curvlab.solvers import LayerDirection, LayerGradient, Solver
 from curvlab.solvers.input_coordinates import form_gradient
-from curvlab.solvers.systems import KroneckerSystem
+from curvlab.solvers.solution import KroneckerSystem
 from tests.solver_cases import WIDE, assert_close, problem
 
 # The package has a function of the same name, so the module is asked for by its own.

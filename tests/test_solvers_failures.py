@@ -11,7 +11,7 @@ from torch import Tensor
 import curvlab
 from curvlab.exceptions import SolveError
 from curvlab.linalg import DenseFactor, Factor
-from curvlab.linalg.inputs import InputFactors
+from curvlab.linalg.factors import InputFactors
 from curvlab.linalg.inverse import cholesky_shifted
 from tests.solver_cases import SOLVERS, WIDE, WITH_EXPLICIT, problem
 

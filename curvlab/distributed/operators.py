@@ -18,7 +18,7 @@ from torch import Tensor
 from curvlab.curvature import Curvature, LayerCurvature
 from curvlab.distributed.communicator import Communicator
 from curvlab.linalg import Block
-from curvlab.linalg.norms import frobenius_norm
+from curvlab.linalg.factors import frobenius_norm
 
 __all__ = ["JoinedBlock", "join_operators"]
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from curvlab.curvature import LayerCurvature
 from curvlab.distributed.communicator import Communicator, Failure, TensorLike, failure_of
 from curvlab.linalg import GramFactor
-from curvlab.linalg.inputs import InputKind
+from curvlab.linalg.factors import InputKind
 
 __all__ = [
     "FLOPS_PER_BYTE",

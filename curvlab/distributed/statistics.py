@@ -36,7 +36,7 @@ from curvlab.distributed.communicator import Communicator
 from curvlab.exceptions import NoRowsError, RankError
 from curvlab.gradient import Gradient, RowFactor, RowGradient
 from curvlab.linalg import DenseFactor, Factor, GramFactor
-from curvlab.linalg.inputs import InputFactors
+from curvlab.linalg.factors import InputFactors
 from curvlab.model.graph import Network
 from curvlab.model.recording import Recording
 from curvlab.staleness import Versions

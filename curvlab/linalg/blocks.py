@@ -15,8 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from curvlab.linalg.factors import Factor
-from curvlab.linalg.norms import frobenius_norm
+from curvlab.linalg.factors import Factor, frobenius_norm
 
 __all__ = ["Block", "FactorBlock", "KroneckerBlock", "OperatorBlock", "check_dense_bytes", "dense_from"]
 

@@ -22,7 +22,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from curvlab.linalg.norms import max_abs, nonzero_or_one
+from curvlab.linalg.factors import max_abs, nonzero_or_one
 
 __all__ = ["CGResult", "FunctionOperator", "Outcome", "SymmetricOperator", "conjugate_gradients"]
 

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from curvlab.linalg.factors import COLUMN_CHUNK, GramFactor
-from curvlab.linalg.norms import frobenius_norm, max_abs
+from curvlab.linalg.factors import COLUMN_CHUNK, GramFactor, frobenius_norm, max_abs
 
 __all__ = ["Combination", "Matrix", "RowProduct", "Step", "TensorStep", "as_step"]
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from curvlab.curvature import Curvature, Definiteness, LayerCurvature
 from curvlab.exceptions import PairError, ProblemError
 from curvlab.linalg import DenseFactor, Factor, GramFactor
-from curvlab.linalg.inputs import InputFactors, InputKind
+from curvlab.linalg.factors import InputFactors, InputKind
 from curvlab.providers.statistics import ROW_BYTES
 
 __all__ = ["average", "kept"]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from curvlab.exceptions import SolveError
 from curvlab.linalg import Step
-from curvlab.linalg.norms import max_abs
+from curvlab.linalg.factors import max_abs
 from curvlab.measure import device
 
 __all__ = ["Change", "check_finite"]

@@ -17,7 +17,7 @@ from torch import Tensor
 from curvlab.curvature import Curvature, LayerCurvature
 from curvlab.exceptions import StaleError
 from curvlab.linalg import Factor
-from curvlab.linalg.inputs import InputFactors
+from curvlab.linalg.factors import InputFactors
 from curvlab.model.graph import Network
 from curvlab.model.recording import Recording
 from curvlab.problem import Problem

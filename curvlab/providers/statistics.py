@@ -27,7 +27,7 @@ from torch import Tensor
 from curvlab.exceptions import ProblemError, StaleError
 from curvlab.gradient import RowFactor
 from curvlab.linalg import DenseFactor, Factor, GramFactor, gram
-from curvlab.linalg.inputs import InputFactors
+from curvlab.linalg.factors import InputFactors
 from curvlab.model.recording import ChainRecording, Recording
 from curvlab.staleness import Stamp, logical_shift, mix
 

@@ -19,11 +19,11 @@ from torch import Tensor
 from curvlab.curvature import Curvature, LayerCurvature
 from curvlab.exceptions import PairError
 from curvlab.linalg import Matrix
-from curvlab.linalg.inputs import InputKind
+from curvlab.linalg.factors import InputKind
 from curvlab.registry import INTERFACE
 from curvlab.solvers.cost_model import Route
 from curvlab.solvers.damping import Damping, DampingSplit
-from curvlab.solvers.systems import LayerGradient, System
+from curvlab.solvers.solution import LayerGradient, System
 from curvlab.specs import check_choices
 
 __all__ = ["Formulation", "Guidance", "LayerDirection", "LayerGradient", "Preconditioner", "Solver"]

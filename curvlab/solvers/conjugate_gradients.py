@@ -39,9 +39,8 @@ from curvlab.curvature import Curvature, LayerCurvature
 from curvlab.exceptions import PairError, SolveError
 from curvlab.linalg import Block, DenseFactor, Factor, GramFactor, Matrix
 from curvlab.linalg.cg import CGResult, SymmetricOperator, conjugate_gradients
+from curvlab.linalg.factors import InputKind, nonzero_or_one
 from curvlab.linalg.flat import flatten, unflatten
-from curvlab.linalg.inputs import InputKind
-from curvlab.linalg.norms import nonzero_or_one
 from curvlab.measure import device
 from curvlab.solvers.base import (
     Formulation,
@@ -54,7 +53,7 @@ from curvlab.solvers.base import (
 from curvlab.solvers.cost_model import Iteration, choose_coordinates
 from curvlab.solvers.damping import Damping
 from curvlab.solvers.input_coordinates import GradientCoordinates, InputCoordinates, Scalar, form_gradient
-from curvlab.solvers.systems import (
+from curvlab.solvers.solution import (
     BlockSystem,
     DampedSystem,
     SolvedBlock,

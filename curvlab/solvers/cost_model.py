@@ -27,7 +27,7 @@ from curvlab.curvature import LayerCurvature
 from curvlab.exceptions import PairError
 from curvlab.gradient import RowGradient
 from curvlab.linalg import Factor, GramFactor
-from curvlab.linalg.inputs import InputKind
+from curvlab.linalg.factors import InputKind
 from curvlab.solvers.input_coordinates import (
     DenseCoordinates,
     EigenCoordinates,
@@ -37,7 +37,7 @@ from curvlab.solvers.input_coordinates import (
     SampleCoordinates,
     WeightGradient,
 )
-from curvlab.solvers.systems import input_factors
+from curvlab.solvers.solution import input_factors
 
 __all__ = ["Eigen", "Inverse", "Iteration", "Route", "Work", "choose_coordinates", "costs", "mean_costs"]
 

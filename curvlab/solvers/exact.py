@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from curvlab.curvature import LayerCurvature
-from curvlab.linalg.inputs import InputKind
+from curvlab.linalg.factors import InputKind
 from curvlab.linalg.inverse import NotFiniteError, NotPositiveDefiniteError
 from curvlab.measure import device
 from curvlab.solvers.base import LayerDirection, LayerGradient, Solver
 from curvlab.solvers.cost_model import Eigen, choose_coordinates
 from curvlab.solvers.damping import Damping
 from curvlab.solvers.input_coordinates import InputCoordinates, Scalar
-from curvlab.solvers.systems import DampedSystem, input_factors, output_factor
+from curvlab.solvers.solution import DampedSystem, input_factors, output_factor
 
 __all__ = ["Exact"]
 

@@ -19,14 +19,14 @@ from torch import Tensor
 
 from curvlab.curvature import LayerCurvature
 from curvlab.linalg import Matrix
-from curvlab.linalg.inputs import InputKind
+from curvlab.linalg.factors import InputKind
 from curvlab.linalg.inverse import GramInverse, ShiftedInverse, cholesky_multiply, shifted_inverse
 from curvlab.measure import device
 from curvlab.solvers.base import Formulation, LayerDirection, LayerGradient, Solver
 from curvlab.solvers.cost_model import Inverse, choose_coordinates
 from curvlab.solvers.damping import Damping, DampingSplit, split_damping
 from curvlab.solvers.input_coordinates import InputCoordinates, WeightGradient
-from curvlab.solvers.systems import FactoredSystem, input_factors, output_factor
+from curvlab.solvers.solution import FactoredSystem, input_factors, output_factor
 from curvlab.solvers.textbook import TextbookInverse
 
 __all__ = ["KFI", "ShermanMorrisonKFI"]

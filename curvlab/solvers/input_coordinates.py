@@ -33,9 +33,8 @@ from torch import Tensor
 from curvlab.exceptions import PairError
 from curvlab.gradient import RowGradient
 from curvlab.linalg import Combination, Factor, GramFactor, Matrix, RowProduct
-from curvlab.linalg.inputs import InputFactors
+from curvlab.linalg.factors import InputFactors, binary_scale, frobenius_norm, squares_in_range
 from curvlab.linalg.inverse import cholesky_shifted
-from curvlab.linalg.norms import binary_scale, frobenius_norm, squares_in_range
 from curvlab.measure import device
 
 __all__ = [

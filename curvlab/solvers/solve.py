@@ -33,8 +33,7 @@ from curvlab.solvers.base import Guidance, LayerDirection, LayerGradient, Precon
 from curvlab.solvers.damping import Damping, damping_from
 from curvlab.solvers.input_coordinates import WeightGradient
 from curvlab.solvers.registry import solvers
-from curvlab.solvers.solution import BlockSolution, Direction, Solution
-from curvlab.solvers.systems import Measures
+from curvlab.solvers.solution import BlockSolution, Direction, Measures, Solution
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from curvlab.curvature import LayerCurvature
 from curvlab.linalg.cg import FunctionOperator
-from curvlab.linalg.inputs import InputFactors, InputKind
+from curvlab.linalg.factors import InputFactors, InputKind
 from curvlab.linalg.inverse import NotFiniteError
 from curvlab.measure import device
 from curvlab.solvers.damping import Damping
 from curvlab.solvers.input_coordinates import form_gradient
-from curvlab.solvers.systems import FactoredSystem, LayerGradient, input_factors, output_factor
+from curvlab.solvers.solution import FactoredSystem, LayerGradient, input_factors, output_factor
 
 __all__ = ["TextbookInverse", "bias_operator", "weight_operator"]
 
