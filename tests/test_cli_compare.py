@@ -16,6 +16,8 @@ from curvlab.cli import COMMANDS, main
 from curvlab.cli.console import table
 from curvlab.cli.list_ import KINDS
 
+pytestmark = pytest.mark.slow
+
 TINY = ["--arch", "6-4-3", "--data", "synthetic[features=6,classes=3,examples=50]", "--batch", "20"]
 CELLS = ["-p", "fisher", "-p", "pch-1", "-s", "kfi", "-s", "ea-cg[max_iter=2]", "-r", "1"]
 

@@ -54,6 +54,7 @@ def tiny_problem(activation: type[torch.nn.Module] = torch.nn.Tanh) -> curvlab.P
     return curvlab.Problem(model, "cross-entropy", inputs, torch.tensor([0, 1, 2, 0, 1, 2, 0, 1]))
 
 
+@pytest.mark.slow
 def test_every_pair_has_a_cell_and_frames_have_the_columns_reports_read(compared):
     assert compared.cells[["provider", "solver"]].values.tolist() == [
         [provider, solver] for provider in PROVIDERS for solver in ("kfi", "cg[max_iter=3,tol=0.0]")
@@ -271,6 +272,7 @@ def test_what_the_problem_makes_equal_is_said():
     assert any("PCH and Gauss-Newton are the same" in warning for warning in relu.warnings)
 
 
+@pytest.mark.slow
 def test_training_rows_are_there_for_pairs_and_baselines():
     setup = Setup(data="digits[train=100,test=50]", batch=50)
     found = compare(setup, ["pch-1"], ["ea-cg"], repetitions=1, epochs=1)
@@ -279,6 +281,7 @@ def test_training_rows_are_there_for_pairs_and_baselines():
     assert found.ok
 
 
+@pytest.mark.slow
 def test_training_rows_say_what_each_optimizer_was_run_with(tmp_path):
     setup = Setup(data="digits[train=100,test=50]", batch=50)
     ask = {"alpha": 0.1, "lr": 0.3, "baselines": ["sgd[lr=0.05]", "adam"], "epochs": 1, "repetitions": 1}

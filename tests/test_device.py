@@ -30,6 +30,7 @@ print(before, faults(3))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the heap of glibc is what it is about")
 def test_pages_that_a_step_freed_are_there_for_the_next_one() -> None:
     done = subprocess.run([sys.executable, "-c", STEPS], capture_output=True, text=True, check=True)

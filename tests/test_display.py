@@ -11,6 +11,7 @@ import curvlab
 from tests.cases import Case
 
 
+@pytest.mark.slow
 def test_tab_completion_shows_exactly_the_public_names_before_any_is_loaded() -> None:
     program = "import curvlab; print(*dir(curvlab))"
     told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -234,6 +234,7 @@ def jacobians() -> Tensor:
 WORK = [elementwise, products, factorisations, indexing, training, hessian_vector, jacobians]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("work", WORK, ids=lambda work: work.__name__)
 def test_fake_tensors_give_exactly_the_bytes_and_operations_of_real_ones(work: Callable[[], object]):
     results = []

@@ -95,6 +95,7 @@ def live_bytes() -> int:
     return sum(t.nbytes for t in gc.get_objects() if issubclass(type(t), torch.Tensor))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_live_tensors_do_not_grow_over_many_steps(options):
     model = network(9, 7, 3)

@@ -23,6 +23,7 @@ def explicit(solver: str) -> str:
     return f"{body}formulation=explicit]"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("setup", "providers"),
     [(DIGITS, ["fisher", "pch-1"]), (WIDE, ["gauss-newton", "pch-2"])],
@@ -40,6 +41,7 @@ def test_planned_and_measured_numbers_agree_exactly(setup, providers):
         assert [row[name] for name in ("peak_bytes", "held_bytes", "flops")] == measured, row
 
 
+@pytest.mark.slow
 def test_a_matrix_free_curvature_is_planned_as_it_is_measured():
     problem = WIDE.build_problem()
     for provider in ("hessian", "gauss-newton[kind=exact]"):

@@ -40,11 +40,13 @@ def check_all(case: Case) -> None:
     assert_blocks(exact, reference.gauss_newton_blocks())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ALL, ids=ids)
 def test_every_block_of_every_provider_equals_the_written_out_formula(case: Case) -> None:
     check_all(case)
 
 
+@pytest.mark.slow
 @given(cases())
 def test_blocks_are_right_for_any_width_depth_batch_and_seed(case: Case) -> None:
     check_all(case)

@@ -22,6 +22,8 @@ import pytest
 
 from curvlab.report import write_report
 
+pytestmark = pytest.mark.slow
+
 fcntl = pytest.importorskip("fcntl", reason="the DevTools pipe needs POSIX descriptors")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = [

@@ -32,6 +32,8 @@ from curvlab.report import (
     write_report,
 )
 
+pytestmark = pytest.mark.slow
+
 EVIL = "<script>alert(1)</script>|`x`_y_ $\\frac{$ [a](http://evil.invalid)"
 PROVIDERS, SOLVERS = ("fisher", "pch-1", EVIL), ("kfi", "ea-cg")
 

@@ -136,6 +136,7 @@ def test_accuracies_within_a_point_are_level() -> None:
     assert [verdict(1.03), verdict(1.05)] == ["holds", "does not hold"]
 
 
+@pytest.mark.slow
 def test_the_papers_grid_is_whole() -> None:
     study = embedded_study("paper")
     counts = pd.Series(
@@ -170,6 +171,7 @@ def test_a_study_file_is_checked(tmp_path: Path) -> None:
     assert len(GridStudy.read(path).plans()) == 1
 
 
+@pytest.mark.slow
 def test_a_grid_runs_in_any_executor_resumes_and_is_ranked_by_training_loss(tmp_path: Path) -> None:
     options = Options("smoke", study=TINY)
     with ThreadPoolExecutor(2) as executor:
@@ -192,6 +194,7 @@ def test_runs_that_failed_are_ranked_last() -> None:
     assert ranked_frame(pd.DataFrame(rows))["lr"].tolist() == [0.3, 0.1, 0.2]
 
 
+@pytest.mark.slow
 def test_experiments_share_the_runs_they_have_in_common(tiny: None, tmp_path: Path) -> None:
     reproduce("pch1-vs-pch2", SMOKE, tmp_path)
     runs = sorted((tmp_path / "work" / "runs").iterdir())
@@ -204,6 +207,7 @@ def test_experiments_share_the_runs_they_have_in_common(tiny: None, tmp_path: Pa
     assert (common[0] / "results.jsonl").stat().st_mtime_ns == before[common[0]]
 
 
+@pytest.mark.slow
 def test_other_processes_measure_the_same(tmp_path: Path) -> None:
     options = Options("smoke", study=TINY)
     here = reproduce("grid", options, tmp_path / "here")
@@ -213,6 +217,7 @@ def test_other_processes_measure_the_same(tmp_path: Path) -> None:
     pd.testing.assert_frame_equal(*frames)
 
 
+@pytest.mark.slow
 def test_the_findings_link_to_frames_that_exist(tiny: None, tmp_path: Path) -> None:
     reproduce("table4", SMOKE, tmp_path)
     reproduce("fig-nonconvex-cifar10", SMOKE, tmp_path)
@@ -223,6 +228,7 @@ def test_the_findings_link_to_frames_that_exist(tiny: None, tmp_path: Path) -> N
     assert "not measured" in page.read_text()
 
 
+@pytest.mark.slow
 def test_findings_at_smoke_scale_name_their_data_and_are_marked_as_no_evidence(
     tiny: None, tmp_path: Path
 ) -> None:
@@ -240,6 +246,7 @@ def test_findings_at_smoke_scale_name_their_data_and_are_marked_as_no_evidence(
     assert sections["Table 4: errors on CIFAR-10, robust loss"].startswith("Not measured.")
 
 
+@pytest.mark.slow
 def test_findings_say_the_scale_that_was_measured_at_not_the_one_asked_for_last(
     tiny: None, tmp_path: Path
 ) -> None:
@@ -249,6 +256,7 @@ def test_findings_say_the_scale_that_was_measured_at_not_the_one_asked_for_last(
     assert "nothing here is evidence" in findings
 
 
+@pytest.mark.slow
 def test_findings_on_the_papers_data_are_not_marked(tiny: None, tmp_path: Path) -> None:
     reproduce("table2", SMOKE, tmp_path)
     store = tmp_path / "table2" / "work" / "results.jsonl"
@@ -261,6 +269,7 @@ def test_findings_on_the_papers_data_are_not_marked(tiny: None, tmp_path: Path) 
     assert "evidence" not in findings
 
 
+@pytest.mark.slow
 def test_a_figure_s_page_states_the_settings_of_every_run(tiny: None, tmp_path: Path) -> None:
     text = reproduce("pch1-vs-pch2", SMOKE, tmp_path).with_suffix(".md").read_text()
     assert "| optimizer | learning rate | α | momentum |" in text
@@ -284,6 +293,7 @@ def test_a_stand_in_for_imagenet_is_named() -> None:
     assert subject("cifar10", "robust", 0, Options("paper"))[1] == ""
 
 
+@pytest.mark.slow
 def test_the_command_reproduces_and_says_where_the_pages_are(tiny: None, tmp_path: Path) -> None:
     ran = CliRunner().invoke(
         main, ["reproduce", "table2", "--scale", "smoke", "-o", str(tmp_path), "--seed", "5", "--json"]
@@ -322,6 +332,7 @@ def test_the_list_names_every_experiment() -> None:
     assert max(map(len, ran.output.splitlines())) <= 80
 
 
+@pytest.mark.slow
 def test_an_interruption_keeps_what_was_measured(
     tiny: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

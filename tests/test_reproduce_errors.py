@@ -49,6 +49,7 @@ def test_the_papers_totals_are_roots_of_sums_of_squares(table: str) -> None:
         assert float(np.sqrt((layers**2).sum())) == pytest.approx(float(values["Total"]), abs=1.5e-4)
 
 
+@pytest.mark.slow
 def test_points_are_measured_at_the_parameters_of_their_update(tmp_path: Path) -> None:
     TASK.run(places(tmp_path), quiet)
     frame = errors_frame(Store(tmp_path / "work"))
@@ -71,6 +72,7 @@ def test_points_are_measured_at_the_parameters_of_their_update(tmp_path: Path) -
         assert found["relative"].tolist() == pytest.approx(expected["relative"].tolist(), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_an_interrupted_trajectory_goes_on_and_measures_nothing_twice(tmp_path: Path) -> None:
     TASK.run(places(tmp_path / "whole"), quiet)
     whole = Store(tmp_path / "whole" / "work").rows("errors")
@@ -92,6 +94,7 @@ def test_an_interrupted_trajectory_goes_on_and_measures_nothing_twice(tmp_path: 
     assert [row["error"] for row in found] == [row["error"] for row in whole]
 
 
+@pytest.mark.slow
 def test_a_longer_trajectory_continues_the_shorter_one(tmp_path: Path) -> None:
     where = places(tmp_path)
     TASK.run(where, quiet)

@@ -114,6 +114,7 @@ def use_everything(problem: curvlab.Problem, providers: list[str]) -> None:
         curvature.to_scipy() @ torch.ones(curvature.numel).numpy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 def test_no_call_leaves_a_trace(kind: str) -> None:
     model, inputs, targets = setting(kind)
@@ -123,6 +124,7 @@ def test_no_call_leaves_a_trace(kind: str) -> None:
         use_everything(problem, providers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["chain", "residual"])
 def test_a_shuffled_loader_leaves_the_random_state_alone(kind: str) -> None:
     model, inputs, targets = setting(kind)

@@ -108,6 +108,7 @@ def run(provider: str, solver: str) -> dict[str, tuple[int, ...]]:
     return {name: tuple(step.shape) for name, step in solution.direction.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("provider", "solver"), PAIRS)
 def test_every_pair_runs_on_fake_tensors_from_problem_to_step(provider: str, solver: str) -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):

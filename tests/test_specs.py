@@ -225,6 +225,7 @@ def test_build_refuses_a_field_that_no_text_can_give() -> None:
         specs.canonical("opaque", Opaque(len))
 
 
+@pytest.mark.slow
 @example(Everything(size=float("inf")))
 @given(everything)
 def test_canonical_text_reads_back_to_an_equal_value(value: Everything) -> None:

@@ -49,6 +49,7 @@ def assert_same(one: curvlab.Curvature, other: curvlab.Curvature, tolerance: flo
         assert (found - expected).norm() <= tolerance * expected.norm(), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["weighted", "ignored", "robust", "convex function"])
 @pytest.mark.parametrize("sizes", [[1, 5, 2], [3, 1, 1, 1, 2], [8]])
 def test_uneven_batches_give_the_curvature_of_one_batch(loss: str, sizes: list[int]) -> None:
@@ -77,6 +78,7 @@ def test_uneven_batches_give_the_gradient_and_loss_of_one_batch(
     torch.testing.assert_close(stream.loss(), problem.loss(), rtol=1e-12, atol=0)
 
 
+@pytest.mark.slow
 def test_summaries_of_streamed_operators_are_those_of_one_batch() -> None:
     problem, _ = Case(loss="weighted", examples=7).build()
     stream = split(problem, [2, 4, 1])
@@ -134,6 +136,7 @@ class Random:
             yield inputs, torch.randint(0, 3, (16,), generator=generator)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_memory_does_not_grow_with_the_number_of_batches(provider: str) -> None:
     model = nn.Sequential(nn.Linear(12, 8), nn.Sigmoid(), nn.Linear(8, 3)).double()

@@ -26,6 +26,8 @@ from curvlab.studies.setup import Setup
 from curvlab.studies.store import Store
 from curvlab.studies.train import TrainPlan, train
 
+pytestmark = pytest.mark.slow
+
 SMALL = Setup(data="digits[train=300,test=100]", batch=50, device="cpu")
 # A kept curvature remembers factorisations, which a resumed run makes anew: the peak may differ.
 MACHINE = ["seconds", "cpu_seconds", "step_seconds", "peak_bytes"]
@@ -151,7 +153,6 @@ def test_a_stopped_run_resumes_to_the_bit(spec, tmp_path):
     assert len(Store(tmp_path / "parts").rows("epoch")) == 3
 
 
-@pytest.mark.slow
 def test_a_run_killed_at_random_moments_and_resumed_equals_an_uninterrupted_one(tmp_path):
     spec = "second-order[momentum=0.5,ema=0.5]"
     plan = small(spec, epochs=8)

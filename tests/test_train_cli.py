@@ -29,6 +29,7 @@ def run(*words: str):
     return CliRunner().invoke(main, ["train", *SMALL, *words])
 
 
+@pytest.mark.slow
 def test_json_rows_equal_the_python_api(tmp_path):
     result = run("--epochs", "2", "--lr", "0.2", "--json", "-o", str(tmp_path / "run"))
     assert result.exit_code == 0, result.output
@@ -39,6 +40,7 @@ def test_json_rows_equal_the_python_api(tmp_path):
     assert (tmp_path / "run" / "metrics.csv").exists()
 
 
+@pytest.mark.slow
 def test_the_table_fits_80_columns_and_says_where_the_run_is(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     result = run("--epochs", "1", "-o", str(tmp_path))
@@ -46,6 +48,7 @@ def test_the_table_fits_80_columns_and_says_where_the_run_is(tmp_path, monkeypat
     assert str(tmp_path) in result.stderr
 
 
+@pytest.mark.slow
 def test_the_table_has_the_units_and_the_style_of_the_other_commands(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     head, rule, *rows = run("--epochs", "1", "-o", str(tmp_path)).stdout.strip().splitlines()
@@ -74,6 +77,7 @@ def test_quiet_prints_nothing(tmp_path):
     assert run("--epochs", "0", "--quiet", "-o", str(tmp_path)).output == ""
 
 
+@pytest.mark.slow
 def test_without_a_folder_the_same_command_finds_its_run_again(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run("--epochs", "1", "--quiet")
@@ -82,6 +86,7 @@ def test_without_a_folder_the_same_command_finds_its_run_again(tmp_path, monkeyp
     assert len(list((tmp_path / "runs" / "train").iterdir())) == 2
 
 
+@pytest.mark.slow
 def test_a_diverged_run_says_so_and_exits_with_1(tmp_path):
     result = run("--activation", "relu", "--optimizer", "sgd[lr=1e6,momentum=0]", "-o", str(tmp_path))
     assert result.exit_code == 1
