@@ -16,14 +16,15 @@ from curvlab.gradient import Gradient
 from curvlab.problem import Problem
 from curvlab.providers import estimate
 from curvlab.solvers import Additive, Mixed, Solution, Status, solve
-from curvlab.studies import bounds, errors
+from curvlab.studies.small.bounds import bounds
+from curvlab.studies.small.errors import errors
 
 if TYPE_CHECKING:
     from curvlab import optim
-    from curvlab.studies.compare import compare
-    from curvlab.studies.comparison import Comparison
-    from curvlab.studies.folder import load_comparison
-    from curvlab.studies.plan import plan
+    from curvlab.studies.compare.folder import load_comparison
+    from curvlab.studies.compare.frames import Comparison
+    from curvlab.studies.compare.run import compare
+    from curvlab.studies.small.plan import plan
 
 __version__ = "0.1.0"
 
@@ -54,10 +55,10 @@ __all__ = [
 
 # Imported when first asked for: with them `import curvlab` would take twice as long.
 _LATER = {
-    "Comparison": "curvlab.studies.comparison",
-    "compare": "curvlab.studies.compare",
-    "load_comparison": "curvlab.studies.folder",
-    "plan": "curvlab.studies.plan",
+    "Comparison": "curvlab.studies.compare.frames",
+    "compare": "curvlab.studies.compare.run",
+    "load_comparison": "curvlab.studies.compare.folder",
+    "plan": "curvlab.studies.small.plan",
 }
 
 

@@ -22,13 +22,13 @@ from typing import Any, Generic, TypeVar
 from curvlab import specs
 from curvlab.exceptions import SpecError
 
-__all__ = ["Registry", "Row"]
+__all__ = ["Description", "Registry"]
 
 T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class Description:
     """One line of a registry's listing."""
 
     name: str
@@ -115,11 +115,11 @@ class Registry(Generic[T]):
         self._load_plugins()
         return sorted(self._entries)
 
-    def describe(self) -> list[Row]:
+    def describe(self) -> list[Description]:
         """List name, fields with defaults, one line of documentation and the package of each name."""
         self._load_plugins()
         return [
-            Row(name, specs.describe(entry.factory, entry.preset), entry.doc, entry.origin)
+            Description(name, specs.describe(entry.factory, entry.preset), entry.doc, entry.origin)
             for name, entry in sorted(self._entries.items())
         ]
 

@@ -14,14 +14,14 @@ import curvlab
 from curvlab.exceptions import SpecError
 from curvlab.providers import Provider
 from curvlab.providers.registry import providers
-from curvlab.studies.compare import Comparison, compare, load_comparison
-from curvlab.studies.comparison import CELLS, CONVERGENCE, ERRORS, REPETITIONS, TRACES
-from curvlab.studies.merging import merge_comparisons
-from curvlab.studies.newton import newton
-from curvlab.studies.plan import plan
+from curvlab.studies.compare.folder import merge_comparisons
+from curvlab.studies.compare.frames import CELLS, CONVERGENCE, ERRORS, REPETITIONS, TRACES
+from curvlab.studies.compare.newton import newton
+from curvlab.studies.compare.resources import Pair, usage
+from curvlab.studies.compare.run import Comparison, compare, load_comparison
 from curvlab.studies.setup import Setup
+from curvlab.studies.small.plan import plan
 from curvlab.studies.store import Store
-from curvlab.studies.usage import Pair, usage
 
 TINY = Setup(arch="6-4-3", data="synthetic[features=6,classes=3,examples=50]", batch=20, dtype="float64")
 PROVIDERS = ["fisher", "pch-1", "hessian"]

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from curvlab.exceptions import ExecutorError, SpecError
-from curvlab.studies.compare import Progress, compare
+from curvlab.studies.compare.run import Progress, compare
 from curvlab.studies.executor import place_of
 from curvlab.studies.setup import Setup
 from curvlab.studies.store import Store

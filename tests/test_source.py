@@ -26,13 +26,13 @@ from curvlab.reproduce.findings import write_findings
 from curvlab.reproduce.grid.study import GridStudy
 from curvlab.reproduce.run import reproduce
 from curvlab.reproduce.subjects import Options
-from curvlab.studies import cells
-from curvlab.studies.compare import compare, load_comparison
-from curvlab.studies.grid import first_tasks
-from curvlab.studies.settings import Settings
+from curvlab.studies.compare import measurements
+from curvlab.studies.compare.run import compare, load_comparison
+from curvlab.studies.compare.settings import Settings
+from curvlab.studies.compare.tasks import first_tasks
 from curvlab.studies.setup import Setup
 from curvlab.studies.store import Store
-from curvlab.studies.train import TrainPlan, train
+from curvlab.studies.train.run import TrainPlan, train
 
 ROOT = Path(__file__).parent.parent
 TINY = Setup(arch="6-4-3", data="synthetic[features=6,classes=3,examples=50]", batch=20, dtype="float64")
@@ -213,7 +213,7 @@ def test_the_hash_covers_what_a_wheel_holds():
 
 def test_the_hash_is_not_computed_on_import_and_once_in_a_process():
     check = (
-        "import curvlab, curvlab.studies.compare, curvlab.studies.train\n"
+        "import curvlab, curvlab.studies.compare.run, curvlab.studies.train.run\n"
         "from curvlab.measure import source\n"
         "assert source.source_hash.cache_info().currsize == 0\n"
         "source.source_hash(); source.source_hash()\n"
@@ -290,12 +290,12 @@ def write_old_rows(folder: Path) -> list[str]:
 def test_a_worker_with_another_source_measures_nothing(as_source):
     (task, *_) = first_tasks(Settings.of(TINY, providers=("fisher",), solvers=("kfi",)))
     as_source("b" * 16)
-    row = cells.run_task(task)
+    row = measurements.run_task(task)
     assert row["status"] == "failed"
     assert f"another curvlab (source {'b' * 16})" in row["message"]
     assert f"than the study (source {task.head['source']})" in row["message"]
     with pytest.raises(ExecutorError):
-        cells._check_source(task)
+        measurements._check_source(task)
 
 
 def test_train_goes_on_after_a_change_of_the_source_and_names_both(tmp_path, as_source):
@@ -315,7 +315,7 @@ def test_train_goes_on_after_a_change_of_the_source_and_names_both(tmp_path, as_
 
 
 def test_a_run_whose_first_rows_name_no_source_goes_on(tmp_path, as_source, monkeypatch):
-    from curvlab.studies.train_run import TrainRun
+    from curvlab.studies.train.run import TrainRun
 
     plan = TrainPlan(Setup(data="digits[train=100,test=50]", batch=50), epochs=1)
     close = TrainRun._close

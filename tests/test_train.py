@@ -20,10 +20,10 @@ from torch import nn
 
 from curvlab.exceptions import SpecError, StoreError
 from curvlab.optim import SecondOrder
-from curvlab.studies.checkpoint import read_checkpoint, write_checkpoint
 from curvlab.studies.setup import Setup
 from curvlab.studies.store import Store
-from curvlab.studies.train import TrainPlan, train
+from curvlab.studies.train.checkpoint import read_checkpoint, write_checkpoint
+from curvlab.studies.train.run import TrainPlan, train
 
 SMALL = Setup(data="digits[train=300,test=100]", batch=50, device="cpu")
 # A kept curvature remembers factorisations, which a resumed run makes anew: the peak may differ.
@@ -121,7 +121,9 @@ def test_the_folder_holds_configuration_environment_rows_and_curve(tmp_path):
 
 def test_the_learning_curve_names_the_settings_it_was_run_with(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr("curvlab.studies.curves.save_curves", lambda frames, path: drawn.extend(frames))
+    monkeypatch.setattr(
+        "curvlab.studies.train.learning_curve.save_curves", lambda frames, path: drawn.extend(frames)
+    )
     train(small("sgd[lr=0.03]", epochs=1), tmp_path)
     assert drawn == ["sgd\nlearning rate 0.03, momentum 0.9"]
 
@@ -157,7 +159,7 @@ def test_a_run_killed_at_random_moments_and_resumed_equals_an_uninterrupted_one(
     train(plan, tmp_path / "whole")
     program = (
         "import sys, torch; torch.set_num_threads(1)\n"
-        "from curvlab.studies.train import TrainPlan, train\n"
+        "from curvlab.studies.train.run import TrainPlan, train\n"
         "from curvlab.studies.setup import Setup\n"
         f"plan = TrainPlan(Setup(data={SMALL.data!r}, batch=50, device='cpu'), {spec!r}, 8)\n"
         "train(plan, sys.argv[1], checkpoint_steps=2, on_progress=lambda p: print(p.step, flush=True))\n"

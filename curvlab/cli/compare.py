@@ -24,7 +24,7 @@ from curvlab.cli.console import (
 )
 from curvlab.cli.options import grid_options, make_settings, output_options, setup_options
 from curvlab.exceptions import StoreError
-from curvlab.studies.compare import Comparison, Progress, run_comparison
+from curvlab.studies.compare.run import Comparison, Progress, run_comparison
 
 __all__ = ["command", "finish", "show_comparison"]
 

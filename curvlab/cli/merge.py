@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from curvlab.cli.console import say
-from curvlab.studies.merging import MergedComparisons, merge_comparisons
+from curvlab.studies.compare.folder import MergedComparisons, merge_comparisons
 
 __all__ = ["command"]
 

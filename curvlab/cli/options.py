@@ -10,7 +10,7 @@ import click
 
 from curvlab import imports
 from curvlab.exceptions import SpecError
-from curvlab.studies.settings import Settings
+from curvlab.studies.compare.settings import Settings
 from curvlab.studies.setup import Setup
 from curvlab.studies.toml import read_settings
 

@@ -11,7 +11,7 @@ import pandas as pd
 
 from curvlab.cli.console import bytes_text, paragraph, print_json, progress_bar, records, say, table
 from curvlab.cli.options import grid_options, make_settings, output_options, setup_options
-from curvlab.studies.plan import FORMS, bytes_of, run_plan
+from curvlab.studies.small.plan import FORMS, bytes_of, run_plan
 
 __all__ = ["command"]
 

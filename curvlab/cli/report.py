@@ -8,8 +8,8 @@ import click
 
 from curvlab.cli.compare import finish
 from curvlab.cli.options import output_options
-from curvlab.studies.compare import load_comparison
-from curvlab.studies.folder import write_frames
+from curvlab.studies.compare.folder import write_frames
+from curvlab.studies.compare.run import load_comparison
 
 __all__ = ["command"]
 

@@ -22,10 +22,10 @@ from curvlab.cli.options import make_setup, setup_options
 from curvlab.distributed.launch import launched
 from curvlab.exceptions import SpecError
 from curvlab.measure.source import mixed_sources
-from curvlab.studies.optimizers import SecondOrderSpec, optimizers
-from curvlab.studies.plateau import plateau_note, stays_on_plateau
-from curvlab.studies.rates import rate_words, rates_of
-from curvlab.studies.train import Progress, TrainPlan, train
+from curvlab.studies.train.hyperparameters import rate_words, rates_of
+from curvlab.studies.train.optimizers import SecondOrderSpec, optimizers
+from curvlab.studies.train.plateau import plateau_note, stays_on_plateau
+from curvlab.studies.train.run import TrainPlan, TrainProgress, train
 
 __all__ = ["command"]
 
@@ -92,7 +92,7 @@ def command(
         bar = launch.leads and not quiet and not as_json and sys.stderr.isatty()
         with _stopping() as stop, _progress(bar, epochs) as show:
 
-            def shown(progress: Progress) -> None:
+            def shown(progress: TrainProgress) -> None:
                 stop.begin()
                 show(progress)
 
@@ -169,7 +169,7 @@ def _progress(visible: bool, epochs: int) -> Iterator[Any]:
     with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("train", total=None, epoch=0, epochs=epochs, state="")
 
-        def show(p: Progress) -> None:
+        def show(p: TrainProgress) -> None:
             state = f"loss {p.loss:.4f}  accuracy {p.accuracy:.1%}  {1000 * p.step_seconds:.1f} ms/step"
             done = p.epoch * p.steps + p.step
             bar.update(task, total=p.epochs * p.steps, completed=done, epoch=p.epoch, state=state)

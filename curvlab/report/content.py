@@ -32,7 +32,7 @@ from curvlab.report.training import runs, settings_words
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from curvlab.studies.comparison import Comparison
+    from curvlab.studies.compare.frames import Comparison
 
 __all__ = ["Answer", "Content", "Drawing", "Section", "content_of"]
 

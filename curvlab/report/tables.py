@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from curvlab.report.numbers import MISSING, Unit, byte_unit, digits, percent, second_unit
-from curvlab.studies.rates import RATES
+from curvlab.studies.train.hyperparameters import RATES
 
 __all__ = [
     "Entry",

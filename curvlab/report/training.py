@@ -14,7 +14,7 @@ import pandas as pd
 
 from curvlab.report.numbers import digits, second_words
 from curvlab.report.words import counted, listed, sentence
-from curvlab.studies.rates import RATES, rate_words
+from curvlab.studies.train.hyperparameters import RATES, rate_words
 
 __all__ = ["CLOSE", "Run", "leaders", "runs", "settings_words", "training_words"]
 

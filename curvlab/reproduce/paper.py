@@ -11,7 +11,7 @@ from importlib import resources
 
 import pandas as pd
 
-from curvlab.studies.errors import TOTAL
+from curvlab.studies.small.errors import TOTAL
 
 __all__ = ["GRID", "paper_errors"]
 

@@ -19,8 +19,8 @@ import torch
 from curvlab.criteria.registry import criterion_named
 from curvlab.exceptions import SpecError
 from curvlab.reproduce.grid.study import GridStudy
-from curvlab.studies.plateau import Plateau
 from curvlab.studies.setup import Setup
+from curvlab.studies.train.plateau import Plateau
 
 __all__ = ["SCALES", "SMOKE", "Options", "Role", "Scale", "subject", "uninformed"]
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from curvlab.studies.store import Store
+from curvlab.studies.store import Row, Store
 
 __all__ = ["Places", "Row", "Show", "Task"]
 
-Row = dict[str, Any]
 Show = Callable[[float, str], None]
 """Told the share of the task that is done, and what it is doing."""
 

@@ -16,7 +16,7 @@ import pandas as pd
 from curvlab.report.numbers import digits, percent
 from curvlab.reproduce.judgement import CLOSE, Claim, Frames, Judgement, Verdict, unmeasured, verdict_of
 from curvlab.reproduce.subjects import uninformed
-from curvlab.studies.plateau import LEFT
+from curvlab.studies.train.plateau import LEFT
 
 __all__ = [
     "Choice",

@@ -24,9 +24,9 @@ from curvlab.reproduce.curves.words import curve_answer, end_frame
 from curvlab.reproduce.experiment import Experiment, Outcome
 from curvlab.reproduce.subjects import Options, Role, Scale, subject
 from curvlab.reproduce.task import Task
-from curvlab.studies.rates import rates_of
 from curvlab.studies.store import Store
-from curvlab.studies.train_plan import TrainPlan
+from curvlab.studies.train.hyperparameters import rates_of
+from curvlab.studies.train.plan import TrainPlan
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

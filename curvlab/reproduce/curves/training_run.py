@@ -8,9 +8,8 @@ import pandas as pd
 
 from curvlab.reproduce.task import Places, Show
 from curvlab.studies.store import Store
-from curvlab.studies.train import Progress, TrainPlan, train
-from curvlab.studies.train_folder import frame_of
-from curvlab.studies.train_run import TrainRun
+from curvlab.studies.train.folder import frame_of
+from curvlab.studies.train.run import TrainPlan, TrainProgress, TrainRun, train
 
 __all__ = ["TrainingRun", "curves_frame"]
 
@@ -47,7 +46,7 @@ class TrainingRun:
     def run(self, places: Places, show: Show) -> None:
         """Train, or take the run as another experiment left it, and record the epochs."""
 
-        def progress(state: Progress) -> None:
+        def progress(state: TrainProgress) -> None:
             done = (state.epoch + state.step / state.steps) / max(state.epochs, 1)
             show(min(done, 1.0), f"{self.label}, epoch {state.epoch} of {state.epochs}")
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from curvlab.studies.errors import TOTAL
-from curvlab.studies.plateau import LEFT
+from curvlab.studies.small.errors import TOTAL
+from curvlab.studies.train.plateau import LEFT
 
 __all__ = ["INNER", "PHASES", "ROUNDING", "averages", "phase_of", "with_phases"]
 

@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 from curvlab.report.figures.axes import FONT, dress, log_axis, shorten
 from curvlab.report.theme import Look
 from curvlab.reproduce.errors.averages import ROUNDING
-from curvlab.studies.errors import TOTAL
+from curvlab.studies.small.errors import TOTAL
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -27,9 +27,9 @@ from curvlab.reproduce.experiment import Experiment, Outcome
 from curvlab.reproduce.paper import paper_errors
 from curvlab.reproduce.subjects import Options, Role, Scale, subject, uninformed
 from curvlab.reproduce.task import Task
-from curvlab.studies.errors import TOTAL
+from curvlab.studies.small.errors import TOTAL
 from curvlab.studies.store import Store
-from curvlab.studies.train_plan import TrainPlan
+from curvlab.studies.train.plan import TrainPlan
 
 __all__ = ["EA_CG", "KFI", "ErrorTable", "Length", "shares_frame"]
 

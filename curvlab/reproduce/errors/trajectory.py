@@ -19,11 +19,10 @@ from torch import Tensor
 from curvlab.measure.source import source_hash
 from curvlab.problem import Problem
 from curvlab.reproduce.task import Places, Row, Show
-from curvlab.studies.errors import TOTAL, errors
+from curvlab.studies.small.errors import TOTAL, errors
 from curvlab.studies.store import Store, key_of
-from curvlab.studies.train import Progress, TrainPlan, train
-from curvlab.studies.train_folder import steps_in
-from curvlab.studies.train_run import TrainRun
+from curvlab.studies.train.folder import steps_in
+from curvlab.studies.train.run import TrainPlan, TrainProgress, TrainRun, train
 
 __all__ = ["PROVIDERS", "Sampling", "Trajectory", "errors_frame"]
 
@@ -103,7 +102,7 @@ class Trajectory:
         observer = _Observer(self, store)
         folder = places.runs / self.run_key
 
-        def progress(state: Progress) -> None:
+        def progress(state: TrainProgress) -> None:
             done = state.epoch * state.steps + state.step
             show(min(done / self.updates, 1.0), f"{self.label}, update {done} of {self.updates}")
 

@@ -10,7 +10,7 @@ from curvlab.report.tables import Entry, Table
 from curvlab.report.words import listed
 from curvlab.reproduce.errors.averages import INNER, ROUNDING
 from curvlab.reproduce.rows import rows_of
-from curvlab.studies.errors import TOTAL
+from curvlab.studies.small.errors import TOTAL
 
 __all__ = ["average_table", "error_answer", "share_table"]
 

@@ -25,8 +25,8 @@ from curvlab.reproduce.grid.study import GridStudy
 from curvlab.reproduce.rows import rows_of
 from curvlab.reproduce.subjects import Options
 from curvlab.reproduce.task import Task
-from curvlab.studies.optimizers import SecondOrderSpec, optimizers
 from curvlab.studies.store import Store
+from curvlab.studies.train.optimizers import SecondOrderSpec, optimizers
 
 __all__ = ["GridSearch", "embedded_study", "ranked_frame"]
 

@@ -19,7 +19,7 @@ from curvlab.exceptions import SpecError
 from curvlab.reproduce.paper import GRID
 from curvlab.studies.setup import Setup
 from curvlab.studies.toml import read_settings
-from curvlab.studies.train_plan import TrainPlan
+from curvlab.studies.train.plan import TrainPlan
 
 __all__ = ["AXES", "GridStudy", "parse_only"]
 

@@ -15,9 +15,9 @@ import pandas as pd
 import torch
 
 from curvlab.measure.memory import Allocation, track
-from curvlab.studies.plan import FORMS, bytes_of, plan
-from curvlab.studies.pretend import pretend
 from curvlab.studies.setup import Setup
+from curvlab.studies.small.fake_problem import fake_problem
+from curvlab.studies.small.plan import FORMS, bytes_of, plan
 
 __all__ = ["CARD", "SOLVERS", "card_frame"]
 
@@ -60,7 +60,7 @@ def _planned(row: dict[Any, Any], element_size: int) -> dict[str, Any]:
 
 def _sgd(setup: Setup, limit: int) -> dict[str, Any]:
     """A second step of SGD with momentum: the first makes the buffers that every later one holds."""
-    with pretend(setup) as problem:
+    with fake_problem(setup) as problem:
         given = list(problem.tensors.values())
         optimizer = torch.optim.SGD(problem.model.parameters(), lr=0.1, momentum=0.9)
         batch = next(problem.batches())

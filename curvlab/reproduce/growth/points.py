@@ -43,8 +43,8 @@ from curvlab.reproduce.growth.sweeps import ITERATIVE, SAMPLE_SPACE, SCALES, TEX
 from curvlab.reproduce.task import Places, Row, Show
 from curvlab.solvers import Solution, Solver, solve
 from curvlab.solvers.registry import solvers
+from curvlab.studies.compare.resources import fresh
 from curvlab.studies.store import Store, key_of
-from curvlab.studies.usage import fresh
 
 __all__ = ["GrowthTask", "growth_tasks", "run_growth_task"]
 

@@ -7,17 +7,35 @@ the machine falls on neighbours and not on one pair's whole sample.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from curvlab.exceptions import SpecError
 from curvlab.measure.source import source_hash
+from curvlab.providers import Provider
 from curvlab.providers.registry import providers as provider_registry
 from curvlab.registry import Registry
+from curvlab.solvers import Solver
 from curvlab.solvers.registry import solvers as solver_registry
-from curvlab.studies.cells import Kind, Row, Task
-from curvlab.studies.settings import Settings
+from curvlab.studies.compare.settings import Settings
+from curvlab.studies.store import Row
 
-__all__ = ["convergence_tasks", "cost_tasks", "first_tasks", "labels"]
+__all__ = ["Kind", "Task", "convergence_tasks", "cost_tasks", "first_tasks", "labels"]
+
+
+Kind = Literal["error", "solve", "cost", "convergence"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One cell: what to measure, and what its row says of itself (`head`: key, study, labels)."""
+
+    kind: Kind
+    settings: Settings
+    head: Row = field(hash=False)
+    provider: str | Provider = ""
+    solver: str | Solver = ""
+    optimizer: str = ""
 
 
 def first_tasks(settings: Settings, left_out: Collection[tuple[str, str]] = ()) -> Iterator[Task]:
@@ -66,11 +84,11 @@ def _task(settings: Settings, kind: Kind, choice: dict[str, Any], **more: Any) -
     key = settings.key(kind, **{what: names[what].identity(spec) for what, spec in choice.items()}, **more)
     shown = {what: names[what].label(spec) for what, spec in choice.items()}
     head = _head(settings, kind, key) | shown
-    return _with_settings(settings, kind, head, **choice)
+    return Task(kind, settings, head, **choice)
 
 
 def _training(settings: Settings, spec: str, shown: Row) -> Task:
-    from curvlab.studies.optimizers import optimizers
+    from curvlab.studies.train.optimizers import optimizers
 
     try:
         text = optimizers.canonical(spec)
@@ -79,23 +97,9 @@ def _training(settings: Settings, spec: str, shown: Row) -> Task:
     key = settings.key("convergence", optimizer=text, epochs=settings.epochs, batch=settings.train_batch)
     asked = {"epochs_asked": settings.epochs, "train_batch": settings.train_batch, "lr": settings.lr}
     head = _head(settings, "convergence", key) | {"spec": text, **shown, **asked}
-    return _with_settings(settings, "convergence", head, optimizer=spec)
+    return Task("convergence", settings, head, optimizer=spec)
 
 
 def _head(settings: Settings, kind: Kind, key: str) -> Row:
     """What every row of a comparison says of itself first."""
     return {"key": key, "kind": kind, "study": settings.study, "source": source_hash()}
-
-
-def _with_settings(settings: Settings, kind: Kind, head: Row, **choice: Any) -> Task:
-    return Task(
-        kind,
-        settings.subject,
-        head,
-        alpha=settings.alpha,
-        threads=settings.threads,
-        newton_limit=settings.newton_limit,
-        epochs=settings.epochs,
-        train_batch=settings.train_batch,
-        **choice,
-    )

@@ -18,18 +18,18 @@ from curvlab.measure.source import source_hash
 from curvlab.problem import Problem
 from curvlab.providers import Provider
 from curvlab.solvers import Solver
-from curvlab.studies.cells import Row, failure, run_task
-from curvlab.studies.comparison import Comparison, comparison_from
-from curvlab.studies.errors import DEFAULT_PROVIDERS
+from curvlab.studies.compare.folder import command_of, load_comparison, write_frames, write_settings
+from curvlab.studies.compare.frames import Comparison, comparison_from
+from curvlab.studies.compare.measurements import failure, run_task
+from curvlab.studies.compare.newton import PARAMETERS
+from curvlab.studies.compare.problem_notes import problem_notes
+from curvlab.studies.compare.settings import DEFAULT_SOLVERS, Settings, build
+from curvlab.studies.compare.tasks import convergence_tasks, cost_tasks, first_tasks
 from curvlab.studies.executor import Place, place_of, run
-from curvlab.studies.facts import facts
-from curvlab.studies.folder import command_of, load_comparison, write_frames, write_settings
-from curvlab.studies.grid import convergence_tasks, cost_tasks, first_tasks
-from curvlab.studies.newton import PARAMETERS
 from curvlab.studies.run_lock import run_lock
-from curvlab.studies.settings import DEFAULT_SOLVERS, Settings, build
 from curvlab.studies.setup import Setup
-from curvlab.studies.store import Store
+from curvlab.studies.small.errors import DEFAULT_PROVIDERS
+from curvlab.studies.store import Row, Store, identity_of
 
 __all__ = ["Comparison", "Progress", "compare", "load_comparison", "run_comparison"]
 
@@ -210,27 +210,27 @@ def _study_row(settings: Settings, rows: _Rows) -> Row:
         "source": source_hash(),
         "config": settings.fields(),
         "environment": environment(device) | {"threads": settings.threads},
-        "warnings": facts(problem),
+        "warnings": problem_notes(problem),
     }
 
 
 def _measure(
     settings: Settings, rows: _Rows, place: Place, retry: bool, on_progress: Callable[[Progress], None]
 ) -> None:
-    done = {_identity(row): row for row in rows.rows()}
+    done = {identity_of(row): row for row in rows.rows()}
     finished = {i for i, row in done.items() if not (retry and row.get("status") == "failed")}
     stages = (first_tasks, cost_tasks, convergence_tasks)
-    total = sum(_identity(task.head) not in finished for stage in stages for task in stage(settings))
+    total = sum(identity_of(task.head) not in finished for stage in stages for task in stage(settings))
     count = 0
     on_progress(Progress(count, total))
     for stage in stages:
         left_out = _left_out(done.values(), settings.study)
         tasks = list(stage(settings, left_out))
-        pending = [task for task in tasks if _identity(task.head) not in finished]
+        pending = [task for task in tasks if identity_of(task.head) not in finished]
         for ended in run(run_task, pending, place):
-            row = ended.result if ended.result is not None else failure(ended.argument, ended.error)  # type: ignore[arg-type]
+            row = ended.result if ended.result is not None else failure(ended.argument.head, ended.error)  # type: ignore[arg-type]
             rows.append(row)
-            done[_identity(row)] = row
+            done[identity_of(row)] = row
             count += 1
             on_progress(Progress(count, total, row))
 
@@ -239,7 +239,3 @@ def _left_out(rows: Iterable[Row], study: str) -> set[tuple[str, str]]:
     """Pairs that are refused or fail: they are neither timed nor trained."""
     solved = [row for row in rows if row.get("kind") == "solve" and row.get("study") == study]
     return {(row["provider"], row["solver"]) for row in solved if row["status"] != "ok"}
-
-
-def _identity(row: Row) -> tuple[Any, ...]:
-    return row.get("kind"), row["key"], row.get("repetition")

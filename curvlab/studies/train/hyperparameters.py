@@ -21,7 +21,7 @@ def rates_of(spec: str) -> dict[str, float]:
     >>> rates_of("sgd[lr=0.05]"), rates_of("adam")
     ({'lr': 0.05, 'momentum': 0.9}, {'lr': 0.001})
     """
-    from curvlab.studies.optimizers import optimizers
+    from curvlab.studies.train.optimizers import optimizers
 
     try:
         made = optimizers.make(spec)

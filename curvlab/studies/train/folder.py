@@ -16,7 +16,7 @@ import json
 import shutil
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pandas as pd
 
@@ -24,13 +24,12 @@ from curvlab import specs
 from curvlab.exceptions import SpecError, StoreError
 from curvlab.files import next_number, write_text_atomic
 from curvlab.measure.environment import environment
-from curvlab.studies.checkpoint import read_checkpoint, write_checkpoint
-from curvlab.studies.rates import rate_words, rates_of
 from curvlab.studies.spreadsheet import csv_text
-from curvlab.studies.store import Store, refuse_foreign_results
+from curvlab.studies.store import Row, Store, refuse_foreign_results
 from curvlab.studies.toml import read_toml, toml_text
-from curvlab.studies.train_plan import TrainPlan
-from curvlab.studies.train_run import TrainRun
+from curvlab.studies.train.checkpoint import read_checkpoint, write_checkpoint
+from curvlab.studies.train.hyperparameters import rate_words, rates_of
+from curvlab.studies.train.plan import TrainPlan
 
 __all__ = ["TrainFolder", "frame_of", "steps_in"]
 
@@ -44,6 +43,18 @@ OUTPUTS = (
     "learning-curve.png",
     CHECKPOINT,
 )
+
+
+class Resumable(Protocol):
+    """What the folder keeps of a run: its rows, and its state as a tree that brings it back."""
+
+    rows: list[Row]
+
+    def state(self) -> dict[str, Any]:
+        """All that the run needs to go on."""
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` returned."""
 
 
 class TrainFolder:
@@ -62,23 +73,23 @@ class TrainFolder:
         elif found is not None:
             self._check_same(found)
 
-    def restore(self, run: TrainRun) -> None:
+    def restore(self, run: Resumable) -> None:
         """Bring a run to where the folder's checkpoint left it, unless there is none or it begins anew."""
         if self.checkpoint.exists() and not self._fresh:
             run.restore(read_checkpoint(self.checkpoint))
             self._publish(run)
 
-    def save(self, run: TrainRun) -> None:
+    def save(self, run: Resumable) -> None:
         """Write the run's state; rows that are new go to the other files."""
         self._begin()
         write_checkpoint(self.checkpoint, run.state())
         self._publish(run)
 
-    def draw(self, run: TrainRun) -> None:
+    def draw(self, run: Resumable) -> None:
         """Draw the learning curve."""
-        from curvlab.studies.curves import save_curves
+        from curvlab.studies.train.learning_curve import save_curves
 
-        label = f"{run.plan.labels()['optimizer']}\n{rate_words(rates_of(run.plan.optimizer))}"
+        label = f"{self.plan.labels()['optimizer']}\n{rate_words(rates_of(self.plan.optimizer))}"
         save_curves({label: frame_of(run.rows)}, self.path / "learning-curve.png")
 
     def _begin(self) -> Store:
@@ -112,7 +123,7 @@ class TrainFolder:
                 f"previous-…, the rest where it was"
             ) from error
 
-    def _publish(self, run: TrainRun) -> None:
+    def _publish(self, run: Resumable) -> None:
         store = self._begin()
         known = store.keys()
         new = [row for row in run.rows if row["key"] not in known]

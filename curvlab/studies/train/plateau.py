@@ -28,9 +28,9 @@ from torch import Tensor
 from curvlab import specs
 from curvlab.criteria import Criterion
 from curvlab.data import Examples
-from curvlab.studies.evaluate import CHUNK
-from curvlab.studies.optimizers import SecondOrderSpec
-from curvlab.studies.train_plan import TrainPlan
+from curvlab.studies.train.evaluate import CHUNK
+from curvlab.studies.train.optimizers import SecondOrderSpec
+from curvlab.studies.train.plan import TrainPlan
 
 __all__ = ["LEAST_UPDATES", "LEFT", "Plateau", "plateau_note", "stays_on_plateau"]
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from curvlab import specs
 from curvlab.exceptions import SpecError
-from curvlab.studies.optimizers import OptimizerSpec, optimizers
-from curvlab.studies.schedules import Schedule, schedules
 from curvlab.studies.setup import Setup
 from curvlab.studies.store import key_of
+from curvlab.studies.train.optimizers import OptimizerSpec, optimizers
+from curvlab.studies.train.schedules import Schedule, schedules
 
 __all__ = ["TrainPlan"]
 

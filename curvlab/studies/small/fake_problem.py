@@ -1,7 +1,7 @@
 """Problems of fake tensors: shapes, dtypes and devices of a real one, without its memory.
 
-A named architecture is pretended from its widths alone, so that no data set need be there; a model or
-data of the user's own is built as it is and then pretended.
+A named architecture is made from its widths alone, so that no data set need be there; a user's own model or
+data is built as it is, and its tensors are then replaced by fake ones.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from curvlab.exceptions import ProblemError
 from curvlab.problem import Problem
 from curvlab.studies.setup import Setup
 
-__all__ = ["pretend"]
+__all__ = ["fake_problem"]
 
 
 @contextmanager
-def pretend(subject: Problem | Setup) -> Iterator[Problem]:
+def fake_problem(subject: Problem | Setup) -> Iterator[Problem]:
     """A problem of fake tensors, for as long as the context lasts.
 
-    >>> with pretend(Setup(arch="150528-1024-10", batch=100)) as problem:
+    >>> with fake_problem(Setup(arch="150528-1024-10", batch=100)) as problem:
     ...     problem.gradient().norm().shape
     torch.Size([])
     """

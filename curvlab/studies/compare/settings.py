@@ -30,11 +30,11 @@ from curvlab.providers.registry import providers as provider_registry
 from curvlab.registry import Registry
 from curvlab.solvers import Mixed, Solver
 from curvlab.solvers.registry import solvers as solver_registry
-from curvlab.studies.errors import DEFAULT_PROVIDERS
-from curvlab.studies.newton import PARAMETERS
-from curvlab.studies.optimizers import check_rate, optimizers
+from curvlab.studies.compare.newton import PARAMETERS
 from curvlab.studies.setup import Setup
+from curvlab.studies.small.errors import DEFAULT_PROVIDERS
 from curvlab.studies.store import key_of
+from curvlab.studies.train.optimizers import check_rate, optimizers
 
 __all__ = ["DEFAULT_SOLVERS", "Settings", "build"]
 

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import replace
 
 import torch
 
@@ -28,59 +27,46 @@ from curvlab.exceptions import (
 )
 from curvlab.measure.source import source_hash
 from curvlab.problem import Problem
-from curvlab.providers import Provider
-from curvlab.solvers import Solution, Solver
-from curvlab.studies.errors import errors
-from curvlab.studies.newton import Closeness, Newton, newton
-from curvlab.studies.phases import Stopwatch
-from curvlab.studies.pretend import pretend
-from curvlab.studies.settings import build
+from curvlab.solvers import Solution
+from curvlab.studies.compare.frames import EPOCH
+from curvlab.studies.compare.newton import Closeness, Newton, newton
+from curvlab.studies.compare.resources import Pair, memory, usage
+from curvlab.studies.compare.settings import build
+from curvlab.studies.compare.tasks import Kind, Task
+from curvlab.studies.compare.timing import Stopwatch
 from curvlab.studies.setup import Setup
-from curvlab.studies.usage import Pair, memory, usage
+from curvlab.studies.small.errors import errors
+from curvlab.studies.small.fake_problem import fake_problem
+from curvlab.studies.store import Row
+from curvlab.studies.train.run import TrainPlan, train
 
-__all__ = ["Kind", "Row", "Task", "failure", "run_task"]
+__all__ = ["failure", "run_task"]
 
-Row = dict[str, Any]
-Kind = Literal["error", "solve", "cost", "convergence"]
 REFUSALS = (PairError, ProblemError, MatrixFreeError, SpecError)
 MESSAGE = 500
-
-
-@dataclass(frozen=True)
-class Task:
-    """One cell: what to measure, and what its row says of itself (`head`: key, study, labels)."""
-
-    kind: Kind
-    subject: Setup | Problem
-    head: Row = field(hash=False)
-    provider: str | Provider = ""
-    solver: str | Solver = ""
-    alpha: float = 0.05
-    threads: int = 1
-    newton_limit: int = 0
-    optimizer: str = ""
-    epochs: int = 0
-    train_batch: int = 100
 
 
 def run_task(task: Task) -> Row:
     """The row of a cell; whatever goes wrong in it is in its status and message."""
     try:
         _check_source(task)
-        with _threads(task.threads):
+        with _threads(task.settings.threads):
             return {**task.head, "status": "ok", "message": "", **_MEASURES[task.kind](task)}
     except Exception as error:
-        return failure(task, error)
+        return failure(task.head, error)
 
 
-def failure(task: Task, error: BaseException) -> Row:
-    """The row of a cell that ended in `error`: skipped where it was refused, failed otherwise."""
+def failure(head: Row, error: BaseException) -> Row:
+    """The row of a cell that ended in `error`: skipped where it was refused, failed otherwise.
+
+    `head` is what the row says of itself: its key, its study, the names of the provider and the solver.
+    """
     if isinstance(error, REFUSALS):
-        return {**task.head, "status": "skipped", "message": str(error)[:MESSAGE]}
+        return {**head, "status": "skipped", "message": str(error)[:MESSAGE]}
     text = str(error) if isinstance(error, CurvlabError) else f"{type(error).__name__}: {error}"
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in text:
         text = f"out of memory: {text}"
-    return {**task.head, "status": "failed", "message": text[:MESSAGE]}
+    return {**head, "status": "failed", "message": text[:MESSAGE]}
 
 
 def _check_source(task: Task) -> None:
@@ -135,7 +121,7 @@ def _bench_of(subject: Setup | Problem) -> _Bench:
 
 
 def _error(task: Task) -> Row:
-    frame = errors(_bench_of(task.subject).problem, [task.provider])
+    frame = errors(_bench_of(task.settings.subject).problem, [task.provider])
     notes: list[str] = next(iter(frame.attrs["notes"].values()), [])
     columns = frame[["layer", "layer_name", "error", "relative"]]
     return {
@@ -146,7 +132,7 @@ def _error(task: Task) -> Row:
 
 
 def _solve(task: Task) -> Row:
-    bench, pair = _bench_of(task.subject), Pair(task.provider, task.solver, task.alpha)
+    bench, pair = _bench_of(task.settings.subject), Pair(task.provider, task.solver, task.settings.alpha)
     curvature, solution = pair.run(bench.problem)
     measured = usage(pair, bench.problem)
     reference = _reference(bench, task, solution.direction)
@@ -172,7 +158,7 @@ def _solve(task: Task) -> Row:
 def _reference(bench: _Bench, task: Task, names: Iterable[str]) -> Newton:
     """Newton's direction, or why there is none: it is a yardstick, and its failure is not the cell's."""
     try:
-        return bench.newton(task.alpha, task.newton_limit)
+        return bench.newton(task.settings.alpha, task.settings.newton_limit)
     except Exception as error:
         return Newton({}, dict.fromkeys(names, f"not solved: {error}"[:MESSAGE]))
 
@@ -192,15 +178,15 @@ def _closeness(close: Closeness) -> Row:
 def _planned(pair: Pair, problem: Problem) -> int | None:
     """The peak that fake tensors predict; None where a provider or solver cannot run on them."""
     try:
-        with pretend(problem) as fake:
+        with fake_problem(problem) as fake:
             return memory(pair, fake).peak_bytes
     except Exception:
         return None
 
 
 def _cost(task: Task) -> Row:
-    pair = Pair(task.provider, task.solver, task.alpha)
-    phases = _bench_of(task.subject).watch(pair).measure()
+    pair = Pair(task.provider, task.solver, task.settings.alpha)
+    phases = _bench_of(task.settings.subject).watch(pair).measure()
     return {
         "estimate_seconds": phases.estimate,
         "prepare_seconds": phases.prepare,
@@ -209,10 +195,18 @@ def _cost(task: Task) -> Row:
 
 
 def _convergence(task: Task) -> Row:
-    from curvlab.studies.convergence import convergence
-
-    assert isinstance(task.subject, Setup)
-    return convergence(task.subject, task.optimizer, task.epochs, task.train_batch)
+    """`epochs` holds one entry per epoch, the first before training; a run that diverged has failed."""
+    settings = task.settings
+    assert isinstance(settings.subject, Setup)
+    setup = replace(settings.subject, batch=settings.train_batch)
+    frame = train(TrainPlan(setup, task.optimizer, settings.epochs))
+    last = frame.iloc[-1]
+    ended = (
+        {}
+        if last["status"] == "ok"
+        else {"status": "failed", "message": f"{last['status']}: {last['message']}"}
+    )
+    return {"epochs": frame[list(EPOCH)].to_dict("records"), **ended}
 
 
 _MEASURES: dict[Kind, Callable[[Task], Row]] = {

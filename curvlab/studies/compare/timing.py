@@ -25,7 +25,7 @@ from curvlab.solvers import Mixed, solve
 from curvlab.solvers.base import LayerGradient
 from curvlab.solvers.by_layers import entry_of
 from curvlab.solvers.registry import solvers
-from curvlab.studies.usage import Pair, fresh
+from curvlab.studies.compare.resources import Pair, fresh
 
 __all__ = ["Phases", "Stopwatch"]
 

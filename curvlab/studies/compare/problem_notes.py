@@ -7,15 +7,15 @@ from torch import nn
 from curvlab.model.graph import DROPOUTS
 from curvlab.problem import Problem
 
-__all__ = ["facts"]
+__all__ = ["problem_notes"]
 
 
-def facts(problem: Problem) -> list[str]:
+def problem_notes(problem: Problem) -> list[str]:
     """Sentences on what the problem itself makes equal or impossible.
 
     >>> import torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2))
-    >>> facts(Problem(model, "cross-entropy", torch.eye(4), torch.tensor([0, 1, 0, 1])))[0][:37]
+    >>> problem_notes(Problem(model, "cross-entropy", torch.eye(4), torch.tensor([0, 1, 0, 1])))[0][:37]
     'PCH and Gauss-Newton are the same her'
     """
     chain, criterion = problem.network.chain, problem.criterion

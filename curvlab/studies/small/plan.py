@@ -20,14 +20,15 @@ from curvlab.problem import Problem
 from curvlab.providers import Provider
 from curvlab.solvers import Solver
 from curvlab.solvers.registry import solvers as solver_registry
-from curvlab.studies.cells import Row, Task, failure
-from curvlab.studies.errors import DEFAULT_PROVIDERS
+from curvlab.studies.compare.measurements import failure
+from curvlab.studies.compare.resources import Pair, usage
+from curvlab.studies.compare.settings import DEFAULT_SOLVERS, Settings
+from curvlab.studies.compare.tasks import labels
 from curvlab.studies.executor import Place, run
-from curvlab.studies.grid import labels
-from curvlab.studies.pretend import pretend
-from curvlab.studies.settings import DEFAULT_SOLVERS, Settings
 from curvlab.studies.setup import Setup
-from curvlab.studies.usage import Pair, usage
+from curvlab.studies.small.errors import DEFAULT_PROVIDERS
+from curvlab.studies.small.fake_problem import fake_problem
+from curvlab.studies.store import Row
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -101,7 +102,7 @@ def run_plan(
     on_progress(0, len(cells))
     for done in run(_run_cell, list(enumerate(cells)), executor):
         index, cell = done.argument
-        row = done.result if done.result is not None else failure(cell.task(), done.error)  # type: ignore[arg-type]
+        row = done.result if done.result is not None else failure(cell.head, done.error)  # type: ignore[arg-type]
         rows[index] = row | {
             "fits": None if limit is None or "peak_bytes" not in row else row["peak_bytes"] <= limit
         }
@@ -117,9 +118,11 @@ class _Cell:
     named: tuple[str, str]
     form: str
 
-    def task(self) -> Task:
+    @property
+    def head(self) -> Row:
+        """What the cell's row says of itself."""
         provider, solver = self.named
-        return Task("solve", self.subject, {"provider": provider, "solver": solver, "form": self.form})
+        return {"provider": provider, "solver": solver, "form": self.form}
 
 
 def _cell(settings: Settings, provider: Any, solver: Any, form: str) -> _Cell | None:
@@ -136,13 +139,12 @@ def _cell(settings: Settings, provider: Any, solver: Any, form: str) -> _Cell | 
 
 def _run_cell(indexed: tuple[int, _Cell]) -> Row:
     _, cell = indexed
-    task = cell.task()
     try:
-        with pretend(cell.subject) as problem:
+        with fake_problem(cell.subject) as problem:
             used = usage(cell.pair, problem)
     except Exception as error:
-        return failure(task, error)
-    return task.head | {
+        return failure(cell.head, error)
+    return cell.head | {
         "status": "ok",
         "message": "",
         "peak_bytes": used.peak_bytes,

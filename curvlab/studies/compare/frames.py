@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from curvlab.studies.errors import TOTAL
-from curvlab.studies.rates import RATES, rates_of
+from curvlab.studies.small.errors import TOTAL
+from curvlab.studies.store import Row, identity_of
+from curvlab.studies.train.hyperparameters import RATES, rates_of
 
 __all__ = ["Comparison", "comparison_from"]
 
@@ -46,8 +47,6 @@ BLOCK = ["block", "status", "iterations", "residual", "residual_full", "rank", "
 BLOCKS = ["provider", "solver", *BLOCK, "newton_reason"]
 EPOCH = ["epoch", "seconds", "train_loss", "test_loss", "test_accuracy", "status"]
 CONVERGENCE = ["optimizer", "provider", "solver", *RATES, *EPOCH]
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,9 +133,7 @@ def comparison_from(
 
 def _by_kind(rows: Iterable[Row], study: str) -> dict[str, list[Row]]:
     """The rows of a study by kind; of several for one cell and repetition the last, tried again, counts."""
-    last = {
-        (row.get("kind"), row["key"], row.get("repetition")): row for row in rows if row.get("study") == study
-    }
+    last = {identity_of(row): row for row in rows if row.get("study") == study}
     kinds: dict[str, list[Row]] = {"solve": [], "cost": [], "error": [], "convergence": []}
     for row in last.values():
         kinds.setdefault(str(row["kind"]), []).append(row)
