@@ -18,7 +18,7 @@ from curvlab.report.content import Answer, Content, Drawing, Section
 from curvlab.report.markdown import fenced
 from curvlab.report.theme import Look
 from curvlab.report.write import write_pages
-from curvlab.reproduce.grid.study import GridStudy
+from curvlab.reproduce.grid_study import GridStudy
 from curvlab.reproduce.run import reproduce
 from curvlab.reproduce.subjects import Options
 from curvlab.studies.compare.run import compare

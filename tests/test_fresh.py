@@ -14,8 +14,8 @@ from click.testing import CliRunner, Result
 
 from curvlab.cli import main
 from curvlab.exceptions import ExecutorError
-from curvlab.reproduce.errors.trajectory import Sampling, Trajectory, errors_frame
-from curvlab.reproduce.task import Places
+from curvlab.reproduce.error_trajectory import Sampling, Trajectory, errors_frame
+from curvlab.reproduce.experiment import Places
 from curvlab.studies.compare.run import compare, load_comparison
 from curvlab.studies.setup import Setup
 from curvlab.studies.store import Store

@@ -23,7 +23,7 @@ from curvlab.measure import source
 from curvlab.measure.environment import environment
 from curvlab.report.tables import mapping_table
 from curvlab.reproduce.findings import write_findings
-from curvlab.reproduce.grid.study import GridStudy
+from curvlab.reproduce.grid_study import GridStudy
 from curvlab.reproduce.run import reproduce
 from curvlab.reproduce.subjects import Options
 from curvlab.studies.compare import measurements
@@ -354,12 +354,12 @@ def test_reproduce_goes_on_after_a_change_of_the_source_and_its_pages_name_both(
 
 
 def test_every_kind_of_row_that_reproduce_measures_names_its_source(tmp_path, monkeypatch, as_source):
-    from curvlab.reproduce.errors import table as error_table
-    from curvlab.reproduce.errors.table import Length
-    from curvlab.reproduce.errors.trajectory import Sampling
-    from curvlab.reproduce.growth import table as growth_table
-    from curvlab.reproduce.growth.points import GrowthTask
-    from curvlab.reproduce.growth.sweeps import Sizes
+    from curvlab.reproduce import error_tables as error_table
+    from curvlab.reproduce import growth_table
+    from curvlab.reproduce.error_tables import Length
+    from curvlab.reproduce.error_trajectory import Sampling
+    from curvlab.reproduce.growth_points import GrowthTask
+    from curvlab.reproduce.growth_sweeps import Sizes
 
     monkeypatch.setitem(error_table.LENGTHS, ("smoke", "cifar10"), Length(2, (Sampling(20, 2),), (0,)))
     tasks = [GrowthTask("solve", "kfi", "textbook", "inputs", Sizes(8, n, 16), 1) for n in (16, 32, 64)]

@@ -14,8 +14,8 @@ from curvlab.cli.console import print_json, progress_bar, say, table
 from curvlab.exceptions import SpecError
 from curvlab.reproduce.experiments import experiment_named, experiments
 from curvlab.reproduce.findings import write_findings
-from curvlab.reproduce.grid.search import embedded_study
-from curvlab.reproduce.grid.study import GridStudy, parse_only
+from curvlab.reproduce.grid_search import embedded_study
+from curvlab.reproduce.grid_study import GridStudy, parse_only
 from curvlab.reproduce.run import DEFAULT_OUTPUT, reproduce
 from curvlab.reproduce.subjects import SCALES, Options
 from curvlab.studies.run_lock import run_lock

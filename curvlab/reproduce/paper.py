@@ -2,7 +2,7 @@
 
 Chen, Chou and Chang, "EA-CG: An Approximate Second-Order Method for Training Fully-Connected Neural
 Networks", AAAI 2019. The figures of the paper are images without numbers; its claims about them are in
-`curvlab.reproduce.claims`.
+`curvlab.reproduce.experiments`.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import torch
 
 from curvlab.criteria.registry import criterion_named
 from curvlab.exceptions import SpecError
-from curvlab.reproduce.grid.study import GridStudy
+from curvlab.reproduce.grid_study import GridStudy
 from curvlab.studies.setup import Setup
 from curvlab.studies.train.plateau import Plateau
 

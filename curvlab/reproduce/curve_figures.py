@@ -3,7 +3,8 @@
 {Fisher, Gauss-Newton, PCH-1} × {KFI, EA-CG} and SGD with momentum 0.9, with cross-entropy and (without
 Gauss-Newton, which is not positive semi-definite there) with the robust loss; and PCH-1 against PCH-2. The
 paper chose each method's settings by a grid search and does not print them; here all second-order methods
-have the same learning rate and damping, so that curvature and solver are all that differs.
+have the same learning rate and damping, so that curvature and solver are all that differs. Each task is one
+training run, whose rows are its epochs; experiments that ask for the same run share it.
 """
 
 from __future__ import annotations
@@ -15,23 +16,110 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from curvlab.report.content import Content, Drawing, Section
+from curvlab.report.content import Answer, Content, Drawing, Section
 from curvlab.report.figures import convergence_curves
+from curvlab.report.numbers import digits, percent
 from curvlab.report.tables import convergence_table
 from curvlab.report.theme import Look
-from curvlab.reproduce.curves.training_run import TrainingRun, curves_frame
-from curvlab.reproduce.curves.words import curve_answer, end_frame
-from curvlab.reproduce.experiment import Experiment, Outcome
+from curvlab.report.words import listed
+from curvlab.reproduce.experiment import Experiment, ExperimentTask, Outcome, Places, Show, rows_of
 from curvlab.reproduce.subjects import Options, Role, Scale, subject
-from curvlab.reproduce.task import Task
 from curvlab.studies.store import Store
+from curvlab.studies.train.folder import frame_of
 from curvlab.studies.train.hyperparameters import rates_of
 from curvlab.studies.train.plan import TrainPlan
+from curvlab.studies.train.run import TrainProgress, TrainRun, train
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["CurveFigure", "Extent"]
+__all__ = ["CurveFigure", "Extent", "TrainingRun", "curve_answer", "curves_frame", "end_frame"]
+
+EPOCH = "epoch"
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """A plan, trained once and recorded by epoch.
+
+    >>> from curvlab.studies.setup import Setup
+    >>> TrainingRun(TrainPlan(Setup(seed=3), "sgd", epochs=2)).label
+    'sgd, seed 3'
+    """
+
+    plan: TrainPlan
+
+    @property
+    def label(self) -> str:
+        """The optimizer and the seed."""
+        return f"{self.plan.labels()['optimizer']}, seed {self.plan.setup.seed}"
+
+    def finished(self, store: Store) -> bool:
+        """Whether the last epoch is there, or the run ended before it."""
+        return any(
+            row["plan"] == self.plan.key and (row["epoch"] >= self.plan.epochs or row["status"] != "ok")
+            for row in store.rows(EPOCH)
+        )
+
+    def prepare(self) -> None:
+        """Load the data, build the model and the optimizer."""
+        TrainRun(self.plan)
+
+    def run(self, places: Places, show: Show) -> None:
+        """Train, or take the run as another experiment left it, and record the epochs."""
+
+        def progress(state: TrainProgress) -> None:
+            done = (state.epoch + state.step / state.steps) / max(state.epochs, 1)
+            show(min(done, 1.0), f"{self.label}, epoch {state.epoch} of {state.epochs}")
+
+        folder = places.runs / self.plan.key
+        frame = train(self.plan, folder, fresh=places.fresh, on_progress=progress, draw=False)
+        store = Store(places.store)
+        setup = self.plan.setup
+        head = {"kind": EPOCH, "plan": self.plan.key, "criterion": setup.criterion, "data": setup.data,
+                "seed": setup.seed, "batch": setup.batch, "spec": self.plan.optimizer}  # fmt: skip
+        for row in frame.to_dict("records"):
+            key = self.plan.row_key(int(row["epoch"]))
+            if not store.has(key):
+                store.append(head | {"key": key} | {str(name): value for name, value in row.items()})
+
+
+def curves_frame(store: Store) -> pd.DataFrame:
+    """The epochs of all runs, in the order of the runs and epochs."""
+    return frame_of(store.rows(EPOCH)).drop(columns="plan", errors="ignore")
+
+
+def end_frame(curves: pd.DataFrame) -> pd.DataFrame:
+    """The last row of every run."""
+    ordered = curves.sort_values("epoch", kind="stable")
+    return ordered.groupby(["criterion", "seed", "optimizer"], sort=False).tail(1)
+
+
+def curve_answer(ends: pd.DataFrame) -> Answer:
+    """For each criterion and seed, the runs from the lowest training loss up."""
+    paragraphs = []
+    for (criterion, seed), part in ends.groupby(["criterion", "seed"], sort=False):
+        ranked = part.sort_values("train_loss")
+        words = [
+            f"{row.optimizer} {digits(row.train_loss)} and {percent(row.test_accuracy)} "
+            f"in {digits(row.cpu_seconds)} s"
+            for row in rows_of(ranked)
+            if row.status == "ok"
+        ]
+        lost = [
+            f"{row.optimizer} ({row.status} in epoch {row.epoch})"
+            for row in rows_of(ranked)
+            if row.status != "ok"
+        ]
+        text = (
+            f"{criterion}, seed {seed}: training loss, test accuracy and time at the end: {'; '.join(words)}."
+        )
+        paragraphs.append(text + (f" Not finished: {listed(lost)}." if lost else ""))
+    best = ends[ends["status"] == "ok"].sort_values("train_loss").groupby("criterion", sort=False).head(1)
+    leaders = [f"{row.optimizer} ({row.criterion})" for row in rows_of(best)]
+    headline = f"Lowest training loss: {listed(leaders)}." if leaders else "No run ended with a finite loss."
+    return Answer(headline, tuple(paragraphs))
+
 
 BASELINE = "sgd[lr=0.1,momentum=0.9]"
 RATE, ALPHA = 0.2, 0.01
@@ -78,7 +166,7 @@ class CurveFigure(Experiment):
     pairs: tuple[tuple[str, str], ...]
     baseline: bool = True
 
-    def tasks(self, options: Options) -> Sequence[Task]:
+    def tasks(self, options: Options) -> Sequence[ExperimentTask]:
         """Each optimizer from each seed; the baseline first, as the quickest."""
         extent = EXTENTS[options.scale, self.role]
         return [

@@ -18,11 +18,12 @@ from torch import Tensor
 
 from curvlab.measure.source import source_hash
 from curvlab.problem import Problem
-from curvlab.reproduce.task import Places, Row, Show
+from curvlab.reproduce.experiment import Places, Row, Show
 from curvlab.studies.small.errors import TOTAL, errors
 from curvlab.studies.store import Store, key_of
 from curvlab.studies.train.folder import steps_in
-from curvlab.studies.train.run import TrainPlan, TrainProgress, TrainRun, train
+from curvlab.studies.train.plan import TrainPlan
+from curvlab.studies.train.run import TrainProgress, TrainRun, train
 
 __all__ = ["PROVIDERS", "Sampling", "Trajectory", "errors_frame"]
 

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from curvlab.report.numbers import digits, percent
-from curvlab.reproduce.judgement import CLOSE, Claim, Frames, Judgement, Verdict, unmeasured, verdict_of
+from curvlab.reproduce.experiment import CLOSE, Claim, Frames, Judgement, Verdict, unmeasured, verdict_of
 from curvlab.reproduce.subjects import uninformed
 from curvlab.studies.train.plateau import LEFT
 

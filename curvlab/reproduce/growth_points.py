@@ -17,17 +17,25 @@ Seconds are processor time of the thread, with one torch thread: other work on t
 little. They are medians over calls that each start from a pass of which nothing has been computed. Bytes are
 those of the tensors that the call makes, at their peak, and for a solve those of B; operations are those of
 `curvlab.measure.flops`, so element-wise work counts as none. Both are counted in a call of their own.
+
+One more question of Table 1 is whether KFI fits an 11 GB card at 150,528 inputs. The paper says that it does
+not; `curvlab plan` is asked (`card_frame`). The paper's network 150528-1024-512-256-128-64-32-16-10 at batch
+100, in float32: KFI's input factor E[hhᵀ] of the first layer alone takes 150528² · 4 B = 90.6 GB. Peaks are
+those of a whole estimate and solve, counted on fake tensors, with the parameters and the batch; SGD's is that
+of a step with momentum, counted the same way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from math import prod
 from statistics import median
 from time import thread_time
 from typing import Any
 
+import pandas as pd
 import torch
 from torch import Tensor
 
@@ -35,18 +43,21 @@ from curvlab.architectures import FCNN
 from curvlab.exceptions import SolveError
 from curvlab.measure.collector import collector_off
 from curvlab.measure.flops import counting
-from curvlab.measure.memory import Tracker
+from curvlab.measure.memory import Allocation, Tracker, track
 from curvlab.measure.source import source_hash
 from curvlab.problem import Problem
 from curvlab.providers import estimate
-from curvlab.reproduce.growth.sweeps import ITERATIVE, SAMPLE_SPACE, SCALES, TEXTBOOK, Sizes, sweeps
-from curvlab.reproduce.task import Places, Row, Show
+from curvlab.reproduce.experiment import Places, Row, Show
+from curvlab.reproduce.growth_sweeps import ITERATIVE, SAMPLE_SPACE, SCALES, TEXTBOOK, Sizes, sweeps
 from curvlab.solvers import Solution, Solver, solve
 from curvlab.solvers.registry import solvers
 from curvlab.studies.compare.resources import fresh
+from curvlab.studies.setup import Setup
+from curvlab.studies.small.fake_problem import fake_problem
+from curvlab.studies.small.plan import FORMS, bytes_of, plan
 from curvlab.studies.store import Store, key_of
 
-__all__ = ["GrowthTask", "growth_tasks", "run_growth_task"]
+__all__ = ["CARD", "SOLVERS", "GrowthTask", "card_frame", "growth_tasks", "run_growth_task"]
 
 KIND = "growth"
 END = 10  # width of the other end of the network, next to nothing beside the layer that is looked at
@@ -245,3 +256,65 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+CARD = "11GB"
+NETWORK = Setup(arch="imagenet10-fcnn", data="imagenet10", batch=100, device="cpu")
+# An iteration makes the tensors that the one before it made: a plan of two has the peak of any number.
+SOLVERS = ("kfi", "sm-kfi", "ea-cg[max_iter=2]")
+GB = 1e9
+
+
+def card_frame(
+    setup: Setup = NETWORK, *, provider: str = "pch-1", solvers: Sequence[str] = SOLVERS, card: str = CARD
+) -> pd.DataFrame:
+    """One row for each solver and form, and one for SGD with momentum; sizes in GB (10⁹ B).
+
+    Columns: provider, solver, form, peak_gb, largest (shape of the largest tensor that is made), largest_gb,
+    fits.
+
+    >>> frame = card_frame(Setup(arch="9000-8-10", batch=100), solvers=["kfi"], card="200MB")
+    >>> frame[["solver", "form", "fits"]].values.tolist()
+    [['kfi', 'textbook', False], ['kfi', 'sample-space', True], ['sgd', 'momentum 0.9', True]]
+    """
+    planned = plan(setup, [provider], solvers, forms=FORMS[::-1], memory=card)
+    rows = [_planned(row, torch.finfo(setup.torch_dtype).bits // 8) for row in planned.to_dict("records")]
+    return pd.DataFrame([*rows, _sgd(setup, bytes_of(card))])
+
+
+def _planned(row: dict[Any, Any], element_size: int) -> dict[str, Any]:
+    shape = row["largest"].partition(" ")[0]
+    return {
+        "provider": row["provider"],
+        "solver": row["solver"].partition("[")[0],
+        "form": row["form"],
+        "peak_gb": row["peak_bytes"] / GB,
+        "largest": shape,
+        "largest_gb": prod(map(int, shape.split("×"))) * element_size / GB,
+        "fits": bool(row["fits"]),
+    }
+
+
+def _sgd(setup: Setup, limit: int) -> dict[str, Any]:
+    """A second step of SGD with momentum: the first makes the buffers that every later one holds."""
+    with fake_problem(setup) as problem:
+        given = list(problem.tensors.values())
+        optimizer = torch.optim.SGD(problem.model.parameters(), lr=0.1, momentum=0.9)
+        batch = next(problem.batches())
+        with track(given, record=True) as tracker:
+            for _ in range(2):
+                optimizer.zero_grad()
+                with torch.enable_grad():
+                    torch.nn.functional.cross_entropy(problem.model(batch.inputs), batch.targets).backward()
+                optimizer.step()
+        largest: Allocation = tracker.largest(1)[0]
+        optimizer.zero_grad()
+    return {
+        "provider": "",
+        "solver": "sgd",
+        "form": "momentum 0.9",
+        "peak_gb": tracker.peak_bytes / GB,
+        "largest": "×".join(map(str, largest.shape)),
+        "largest_gb": largest.bytes / GB,
+        "fits": tracker.peak_bytes <= limit,
+    }

@@ -19,12 +19,10 @@ from curvlab.report.numbers import digits, percent
 from curvlab.report.tables import Entry, Table
 from curvlab.report.theme import Look
 from curvlab.report.words import listed
-from curvlab.reproduce.curves.training_run import TrainingRun, curves_frame
-from curvlab.reproduce.experiment import Experiment, Outcome
-from curvlab.reproduce.grid.study import GridStudy
-from curvlab.reproduce.rows import rows_of
+from curvlab.reproduce.curve_figures import TrainingRun, curves_frame
+from curvlab.reproduce.experiment import Experiment, ExperimentTask, Outcome, rows_of
+from curvlab.reproduce.grid_study import GridStudy
 from curvlab.reproduce.subjects import Options
-from curvlab.reproduce.task import Task
 from curvlab.studies.store import Store
 from curvlab.studies.train.optimizers import SecondOrderSpec, optimizers
 
@@ -37,7 +35,7 @@ SHOWN = 10
 class GridSearch(Experiment):
     """The paper's search, or the user's own study file."""
 
-    def tasks(self, options: Options) -> Sequence[Task]:
+    def tasks(self, options: Options) -> Sequence[ExperimentTask]:
         """One run for each combination of settings."""
         study = options.study or embedded_study(options.scale)
         return [TrainingRun(plan) for plan in study.plans(device=options.device, data_dir=options.data_dir)]
@@ -82,7 +80,7 @@ class GridSearch(Experiment):
 
 def embedded_study(scale: str) -> GridStudy:
     """The study file that comes with a scale."""
-    with resources.as_file(resources.files("curvlab.reproduce.grid").joinpath(f"{scale}.toml")) as path:
+    with resources.as_file(resources.files("curvlab.reproduce").joinpath("grids", f"{scale}.toml")) as path:
         return GridStudy.read(path)
 
 

@@ -1,4 +1,4 @@
-"""Tables 2 to 5: layer-wise errors of the curvature matrices, averaged along training.
+"""Tables 2 to 5: layer-wise errors of the curvature matrices, averaged along training, beside the paper's.
 
 The paper leaves open the optimizer behind the trajectory, the number of updates s, the examples behind E, the
 pre-processing and the variant of Xavier's initialisation. Here: PCH-1 with EA-CG, and in tables of their own
@@ -12,26 +12,246 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
 
-from curvlab.report.content import Content, Drawing, Section
+from curvlab.report.content import Answer, Content, Drawing, Section
+from curvlab.report.figures.axes import FONT, dress, log_axis, shorten
+from curvlab.report.numbers import MISSING, digits, percent
+from curvlab.report.tables import Entry, Table
 from curvlab.report.theme import Look
-from curvlab.reproduce.errors.averages import PHASES, averages, with_phases
-from curvlab.reproduce.errors.figures import errors_by_layer, errors_by_update
-from curvlab.reproduce.errors.orderings import share_of
-from curvlab.reproduce.errors.trajectory import PROVIDERS, Sampling, Trajectory, errors_frame
-from curvlab.reproduce.errors.words import average_table, error_answer, share_table
-from curvlab.reproduce.experiment import Experiment, Outcome
+from curvlab.report.words import listed
+from curvlab.reproduce.error_statistics import INNER, PHASES, ROUNDING, averages, share_of, with_phases
+from curvlab.reproduce.error_trajectory import PROVIDERS, Sampling, Trajectory, errors_frame
+from curvlab.reproduce.experiment import Experiment, ExperimentTask, Outcome, rows_of
 from curvlab.reproduce.paper import paper_errors
 from curvlab.reproduce.subjects import Options, Role, Scale, subject, uninformed
-from curvlab.reproduce.task import Task
 from curvlab.studies.small.errors import TOTAL
 from curvlab.studies.store import Store
 from curvlab.studies.train.plan import TrainPlan
 
-__all__ = ["EA_CG", "KFI", "ErrorTable", "Length", "shares_frame"]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = [
+    "EA_CG",
+    "KFI",
+    "ErrorTable",
+    "Length",
+    "average_table",
+    "error_answer",
+    "errors_by_layer",
+    "errors_by_update",
+    "share_table",
+    "shares_frame",
+]
+
+
+def average_table(means: pd.DataFrame, printed: pd.DataFrame, column: str, caption: str) -> Table:
+    """Layers down, providers across, each with the deviation over seeds and beside the paper's number."""
+    providers = list(dict.fromkeys(means["provider"]))
+    in_paper = set(printed["provider"])
+    heads, numeric = ["layer"], [False]
+    for provider in providers:
+        heads += [provider, *(["the paper's"] if provider in in_paper else [])]
+        numeric += [True] * (2 if provider in in_paper else 1)
+    ours = means.set_index(["provider", "layer"])
+    paper = printed.set_index(["provider", "layer"])["error"]
+    rows = []
+    for layer in dict.fromkeys(means["layer"]):
+        if column == "relative" and layer == INNER:
+            continue
+        row = [Entry(str(layer), float(layer) if isinstance(layer, int) else None)]
+        for provider in providers:
+            value = ours.loc[(provider, layer)]
+            row.append(_with_deviation(float(value[column]), float(value[f"{column}_deviation"])))
+            if provider in in_paper:
+                row.append(_printed(paper, provider, layer))
+        rows.append(tuple(row))
+    return Table(caption, tuple(heads), tuple(numeric), tuple(rows), sortable=False)
+
+
+def _with_deviation(mean: float, deviation: float) -> Entry:
+    if mean < ROUNDING:
+        return Entry("0", mean)
+    spread = "" if pd.isna(deviation) else f" ± {digits(deviation, 2)}"
+    return Entry(digits(mean) + spread, mean)
+
+
+def _printed(paper: pd.Series, provider: str, layer: object) -> Entry:
+    if (provider, layer) not in paper.index:
+        return Entry(MISSING)
+    value = float(paper.loc[(provider, layer)])  # type: ignore[index]
+    return Entry(f"{value:.4f}", value)
+
+
+def share_table(shares: pd.DataFrame) -> Table:
+    """One row for each measured batch, phase and ordering."""
+    heads = ("ordering", "batch", "phase", "points", "holds in", "95 % interval", "seeds", "95 % interval")
+    rows = tuple(
+        (
+            Entry(row.ordering),
+            Entry(str(row.batch), float(row.batch)),
+            Entry(row.phase),
+            Entry(str(row.points), float(row.points)),
+            Entry(percent(row.share), row.share),
+            Entry(f"{percent(row.low)} to {percent(row.high)}", row.low),
+            Entry(f"{row.seeds_holding} of {row.seeds}", row.seeds_holding / max(row.seeds, 1)),
+            Entry(f"{percent(row.seeds_low)} to {percent(row.seeds_high)}", row.seeds_low),
+        )
+        for row in rows_of(shares)
+    )
+    return Table("Orderings", heads, (False, True, False, True, True, False, True, False), rows)
+
+
+def error_answer(means: pd.DataFrame, printed: pd.DataFrame, shares: pd.DataFrame, batch: int) -> Answer:
+    """The Totals beside the paper's, and how often its orderings hold."""
+    totals = means[means["layer"] == TOTAL].set_index("provider")["error"]
+    paper = printed[printed["layer"] == TOTAL].set_index("provider")["error"]
+    ours = listed([f"{name} {digits(float(totals[name]))}" for name in paper.index if name in totals])
+    theirs = listed([f"{name} {value:.4f}" for name, value in paper.items()])
+    holds = [
+        f"{row.ordering} in {percent(row.share)} of {row.points} points "
+        f"({percent(row.low)} to {percent(row.high)}) and in {row.seeds_holding} of {row.seeds} seeds"
+        for row in rows_of(shares[(shares["batch"] == batch) & (shares["phase"] == "all")])
+    ]
+    return Answer(
+        f"Total errors: {ours}.",
+        (
+            f"The paper has {theirs}. Not all of its settings are known; agreement is not to be expected.",
+            f"Its orderings, measured on {batch} examples: {'; '.join(holds)}.",
+            *_depth(means),
+        ),
+    )
+
+
+def _depth(means: pd.DataFrame) -> tuple[str, ...]:
+    """Whether errors accumulate towards the input: relative ones at the last inner and the first layer."""
+    layers = means[[isinstance(layer, int) for layer in means["layer"]]]
+    last = max(layers["layer"]) - 1
+    words = []
+    for provider, group in layers.groupby("provider", sort=False):
+        relative = group.set_index("layer")["relative"]
+        words.append(f"{provider} {percent(float(relative[last]))} and {percent(float(relative[1]))}")
+    return (f"Relative errors at layer {last} and at layer 1, next to the input: {'; '.join(words)}.",)
+
+
+NAMES = {"error": "error", "relative": "relative error"}
+PLATEAU = "loss, as a share of the uniform prediction's"
+
+
+def errors_by_update(errors: pd.DataFrame, column: str, uninformed: float, look: Look) -> Axes:
+    """The total error of each provider by update, a panel a seed; the grey line is the loss."""
+    totals = errors[errors["layer"] == TOTAL]
+    seeds = sorted(totals["seed"].unique())
+    panels = _panels(len(seeds), 2.6)
+    for axes, seed in zip(panels, seeds, strict=True):
+        run = totals[totals["seed"] == seed]
+        for provider, group in run.groupby("provider", sort=False):
+            axes.plot(group["step"], group[column], **_style(look, str(provider)))
+        if bool((run[column] > 0).all()):
+            log_axis(axes, "y")
+        loss = run.drop_duplicates("step")
+        twin = axes.twinx()
+        twin.plot(loss["step"], loss["loss"] / uninformed, color=look.theme.muted, alpha=0.5, linewidth=2.5)
+        twin.set(ylim=(0, 1.15), yticks=[])
+        twin.spines[:].set_visible(False)
+        axes.set(xlabel="update", title=f"seed {seed}")
+        axes.xaxis.set_major_locator(MaxNLocator(3, integer=True))
+        _dress(axes, look)
+    panels[0].set_ylabel(f"{NAMES[column]}, Total")
+    return _with_legend(panels, look, list(totals["provider"].unique()), PLATEAU)
+
+
+def errors_by_layer(ours: pd.DataFrame, printed: pd.DataFrame, look: Look) -> Axes:
+    """Mean errors by layer: absolute ones with the paper's (hollow), and relative ones."""
+    panels = _panels(2, 4.2)
+    layers = ours[[isinstance(layer, int) for layer in ours["layer"]]]
+    for axes, column in zip(panels, ("error", "relative"), strict=True):
+        for provider, group in layers.groupby("provider", sort=False):
+            # An exact block is not a point of a logarithmic curve.
+            shown = group if column == "relative" else group[group["relative"] > ROUNDING]
+            axes.plot(shown["layer"], shown[column], marker="o", **_style(look, str(provider)))
+        axes.set(xlabel="layer", ylabel=f"mean {NAMES[column]}")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    known = printed[[isinstance(layer, int) for layer in printed["layer"]]]
+    for provider, group in known.groupby("provider", sort=False):
+        positive = group[group["error"] > 0]
+        style: dict[str, Any] = {
+            "color": look.colour(str(provider)),
+            "linestyle": (0, (1.2, 1.6)),
+            "linewidth": 1.2,
+        }
+        panels[0].plot(positive["layer"], positive["error"], marker="o", markerfacecolor="none", **style)
+    log_axis(panels[0], "y")
+    panels[1].set_ylim(bottom=0)
+    for axes in panels:
+        _dress(axes, look)
+    return _with_legend(panels, look, list(layers["provider"].unique()), "" if known.empty else "the paper")
+
+
+def _panels(count: int, width: float) -> list[Axes]:
+    """`count` panels in rows of at most three, on one figure."""
+    columns = min(count, 3)
+    rows = -(-count // columns)
+    figure = Figure(figsize=(max(width * columns, 7.0), 2.9 * rows + 0.4), layout="constrained")
+    made = figure.subplots(rows, columns, squeeze=False).ravel()
+    for spare in made[count:]:
+        spare.remove()
+    return list(made[:count])
+
+
+def _dress(axes: Axes, look: Look) -> None:
+    dress(axes, look)
+    axes.get_figure(root=True).set_facecolor(look.theme.paper)  # type: ignore[union-attr]
+    axes.title.set(color=look.theme.ink, fontsize=FONT)
+
+
+def _style(look: Look, provider: str) -> dict[str, Any]:
+    """The exact kinds are dashed: they are no rivals but what the recursions approximate."""
+    exact = "[" in provider
+    return {
+        "color": look.colour(provider),
+        "linewidth": 1.3,
+        "linestyle": (0, (4, 2)) if exact else "-",
+        "markersize": 3.5,
+    }
+
+
+def _with_legend(panels: list[Axes], look: Look, providers: list[str], extra: str) -> Axes:
+    entries = [Line2D([], [], label=shorten(name), **_style(look, name)) for name in providers]
+    if extra == PLATEAU:
+        entries.append(Line2D([], [], color=look.theme.muted, alpha=0.5, linewidth=2.5, label=extra))
+    elif extra:
+        entries.append(
+            Line2D(
+                [],
+                [],
+                color=look.theme.ink,
+                marker="o",
+                markerfacecolor="none",
+                linestyle=(0, (1.2, 1.6)),
+                label=extra,
+            )
+        )
+    figure = panels[0].get_figure(root=True)
+    assert figure is not None
+    box = figure.legend(
+        handles=entries,
+        loc="outside lower left",
+        ncols=3,
+        frameon=False,
+        fontsize=FONT,
+        labelcolor=look.theme.ink,
+    )
+    for text in box.get_texts():
+        text.set_parse_math(False)
+    return panels[0]
+
 
 EA_CG = "second-order[provider=pch-1,solver=ea-cg,lr=0.2,alpha=0.01]"
 KFI = "second-order[provider=pch-1,solver=kfi,lr=0.2,alpha=0.01]"
@@ -81,7 +301,7 @@ class ErrorTable(Experiment):
         """How far a scale goes along this trajectory."""
         return (LENGTHS if self.optimizer == EA_CG else KFI_LENGTHS)[scale, self.role]
 
-    def tasks(self, options: Options) -> Sequence[Task]:
+    def tasks(self, options: Options) -> Sequence[ExperimentTask]:
         """One trajectory a seed."""
         length = self.length(options.scale)
         plans = [
