@@ -192,7 +192,7 @@ def test_a_failed_cell_gives_exit_code_1_and_its_reason(folder, monkeypatch):
         (["--data", "digit"], "Did you mean `digits`"),
         (["--criterion", "crossentropy"], "Did you mean `cross-entropy`"),
         (["--alpha", "0"], "must be in (0, 1]"),
-        (["--batch", "0"], "at least one example"),
+        (["--batch", "0"], "x>=1"),
         (["--device", "quantum"], "not a torch device"),
         (["-r", "0"], "x>=1"),
         (["--executor", "proces"], "Did you mean `process`"),

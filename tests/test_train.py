@@ -20,6 +20,7 @@ from torch import nn
 
 from curvlab.exceptions import SpecError, StoreError
 from curvlab.optim import SecondOrder
+from curvlab.report.figures import curves
 from curvlab.studies.setup import Setup
 from curvlab.studies.store import Store
 from curvlab.studies.train.checkpoint import read_checkpoint, write_checkpoint
@@ -121,11 +122,17 @@ def test_the_folder_holds_configuration_environment_rows_and_curve(tmp_path):
 
 def test_the_learning_curve_names_the_settings_it_was_run_with(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(
-        "curvlab.studies.train.learning_curve.save_curves", lambda frames, path: drawn.extend(frames)
-    )
+    draw = curves.learning_curve
+
+    def keep(run, title):
+        drawn.append(draw(run, title).get_figure())
+        return drawn[-1].axes[0]
+
+    monkeypatch.setattr(curves, "learning_curve", keep)
     train(small("sgd[lr=0.03]", epochs=1), tmp_path)
-    assert drawn == ["sgd\nlearning rate 0.03, momentum 0.9"]
+    (figure,) = drawn
+    assert figure.get_suptitle() == "sgd\nlearning rate 0.03, momentum 0.9"
+    assert [len(panel.lines) for panel in figure.axes] == [1, 1, 1, 1]
 
 
 SPECS = [

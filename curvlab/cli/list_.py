@@ -6,20 +6,19 @@ from typing import Any
 
 import click
 
-from curvlab.architectures import architectures
 from curvlab.cli.console import broken, print_json, table
-from curvlab.criteria.registry import criteria
-from curvlab.data import datasets
-from curvlab.providers.registry import providers
 from curvlab.registry import Description, Registry
-from curvlab.solvers.registry import solvers
-from curvlab.studies.compare.compatibility import existing_pairs
-from curvlab.studies.executor import executors
 
 __all__ = ["command"]
 
 
 def _registries() -> dict[str, Registry[Any]]:
+    from curvlab.architectures import architectures
+    from curvlab.criteria.registry import criteria
+    from curvlab.data import datasets
+    from curvlab.providers.registry import providers
+    from curvlab.solvers.registry import solvers
+    from curvlab.studies.executor import executors
     from curvlab.studies.train.optimizers import optimizers
 
     return {
@@ -53,6 +52,8 @@ def command(kind: str | None, as_json: bool) -> None:
       curvlab list solvers
       curvlab list pairs
     """
+    from curvlab.studies.compare.compatibility import existing_pairs
+
     chosen = {name: registry.describe() for name, registry in _registries().items() if kind in (None, name)}
     pairs = existing_pairs() if kind in (None, "pairs") else {}
     if as_json:

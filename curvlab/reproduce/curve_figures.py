@@ -25,8 +25,8 @@ from curvlab.report.words import listed
 from curvlab.reproduce.experiment import Experiment, ExperimentTask, Outcome, Places, Show, rows_of
 from curvlab.reproduce.subjects import Options, Role, Scale, subject
 from curvlab.studies.store import Store
+from curvlab.studies.train.columns import rates_of
 from curvlab.studies.train.folder import frame_of
-from curvlab.studies.train.hyperparameters import rates_of
 from curvlab.studies.train.plan import TrainPlan
 from curvlab.studies.train.run import TrainProgress, TrainRun, train
 

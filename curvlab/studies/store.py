@@ -20,14 +20,13 @@ from dataclasses import dataclass
 from hashlib import sha256
 from math import isfinite
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import pandas as pd
-import torch
+from typing import TYPE_CHECKING, Any
 
 from curvlab.exceptions import ResultsFolderError, StoreError
 from curvlab.files import append_bytes, locked, set_file_aside, write_text_atomic
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 __all__ = [
     "BadLine",
@@ -115,6 +114,8 @@ class Store:
 
     def frame(self, kind: str | None = None) -> pd.DataFrame:
         """The rows as a DataFrame; a field that a row lacks is missing there."""
+        import pandas as pd
+
         return pd.DataFrame(self.rows(kind))
 
     def __len__(self) -> int:
@@ -256,10 +257,8 @@ def identity_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def _plain(value: Any, non_finite: Any) -> Any:
     """`value` in JSON's own types; `non_finite` is None, or names a non-finite number (`str`)."""
-    if isinstance(value, (np.generic, np.ndarray)):
+    if hasattr(value, "tolist"):  # scalars and arrays of numpy, tensors of torch
         value = value.tolist()
-    elif isinstance(value, torch.Tensor):
-        value = value.detach().tolist()
     if isinstance(value, Mapping):
         return {str(key): _plain(item, non_finite) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -9,16 +9,16 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from curvlab.exceptions import ResultsFolderError
 from curvlab.files import write_text_atomic
 from curvlab.studies.compare.frames import Comparison, comparison_from
-from curvlab.studies.compare.settings import Settings
+from curvlab.studies.compare.settings import all_settings
 from curvlab.studies.run_lock import run_lock
-from curvlab.studies.setup import Setup
+from curvlab.studies.schema import Setting
 from curvlab.studies.spreadsheet import csv_text
 from curvlab.studies.store import Merged, Store, merge
 from curvlab.studies.toml import read_settings, toml_text
@@ -33,8 +33,6 @@ __all__ = [
     "write_settings",
 ]
 
-LISTS = {"providers": "-p", "solvers": "-s", "baselines": "--baseline"}
-DEFAULTS = {f.name: f.default for c in (Setup, Settings) for f in fields(c)} | {"baselines": ["sgd", "adam"]}
 COMMENT = "The resolved configuration; run it again with: curvlab compare --config config.toml -o FOLDER"
 OF_PROBLEM = "A problem given from Python: this file says what was compared, and cannot run it again."
 
@@ -92,14 +90,12 @@ def command_of(config: dict[str, Any]) -> str:
     """
     if "problem" in config:
         return "curvlab.compare(problem, …) from Python"
+    known = {one.name: one for one in all_settings()}
     words = ["curvlab", "compare"]
     for name, value in config.items():
-        if value == DEFAULTS.get(name):
-            continue
-        if isinstance(value, list):
-            words += [word for item in value for word in (LISTS[name], item)]
-        elif value is not None:
-            words += [f"--{name.replace('_', '-')}", str(value)]
+        # A folder may have been written with a setting that is not registered here.
+        one = known.get(name) or Setting(name, str, None, "", many=isinstance(value, list))
+        words += one.words(value)
     return shlex.join(words)
 
 
@@ -159,7 +155,7 @@ def _study(folder: str | Path, studies: dict[str, dict[str, Any]]) -> dict[str, 
 
 def _union(configs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     joined = dict(configs[0])
-    for name in LISTS:
-        joined[name] = list(dict.fromkeys(item for config in configs for item in config[name]))
+    for name in (one.name for one in all_settings() if one.many):
+        joined[name] = list(dict.fromkeys(item for config in configs for item in config.get(name, ())))
     joined["repetitions"] = max(config["repetitions"] for config in configs)
     return joined

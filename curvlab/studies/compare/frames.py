@@ -9,44 +9,21 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from curvlab.studies.compare.columns import (
+    BLOCKS,
+    CONVERGENCE,
+    ERRORS,
+    PHASES,
+    REPETITIONS,
+    TRACES,
+    cell_columns,
+)
+from curvlab.studies.schema import Column
 from curvlab.studies.small.errors import TOTAL
 from curvlab.studies.store import Row, identity_of
-from curvlab.studies.train.hyperparameters import RATES, rates_of
+from curvlab.studies.train.columns import rates_of
 
 __all__ = ["Comparison", "comparison_from"]
-
-PHASES = ("estimate", "prepare", "apply")
-NUMBERS = ["peak_bytes", "planned_bytes", "held_bytes", "flops"]
-SOLVED = [
-    "cosine",
-    "distance",
-    "newton_reason",
-    "zero_step",
-    "iterations",
-    "residual",
-    "residual_full",
-    "route",
-]
-TEXTS = {"provider", "solver", "status", "message", "newton_reason", "route"}
-SECONDS = [f"{phase}_{what}" for phase in (*PHASES, "total") for what in ("seconds", "iqr")]
-CELLS = [
-    "provider",
-    "solver",
-    "status",
-    "message",
-    *SECONDS,
-    *NUMBERS,
-    "error_total",
-    "error_relative",
-    *SOLVED,
-]
-REPETITIONS = ["provider", "solver", "repetition", *(f"{phase}_seconds" for phase in PHASES)]
-ERRORS = ["layer", "layer_name", "provider", "error", "relative"]
-TRACES = ["provider", "solver", "block", "iteration", "residual"]
-BLOCK = ["block", "status", "iterations", "residual", "residual_full", "rank", "route", "cosine", "distance"]
-BLOCKS = ["provider", "solver", *BLOCK, "newton_reason"]
-EPOCH = ["epoch", "seconds", "train_loss", "test_loss", "test_accuracy", "status"]
-CONVERGENCE = ["optimizer", "provider", "solver", *RATES, *EPOCH]
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +91,7 @@ def comparison_from(
         config=dict(config),
         environment=dict(study["environment"]),
         command=command,
-        cells=_frame([_cell(pair, row, times, broken, wrong) for pair, row in shown], CELLS),
+        cells=_frame([_cell(pair, row, times, broken, wrong) for pair, row in shown], cell_columns()),
         repetitions=_frame(_records(times), REPETITIONS).sort_values(
             ["repetition"], kind="stable", ignore_index=True
         ),
@@ -250,18 +227,13 @@ def _what(row: Row) -> str:
     return row.get("optimizer") or " + ".join(row[name] for name in ("provider", "solver") if row.get(name))
 
 
-def _frame(rows: Iterable[Row], columns: list[str]) -> pd.DataFrame:
+def _frame(rows: Iterable[Row], columns: Sequence[Column]) -> pd.DataFrame:
     """The columns in order; numbers as numbers, with NaN where the store has null."""
-    frame = pd.DataFrame(list(rows), columns=columns)
-    texts = TEXTS | {"block", "layer", "layer_name", "optimizer"}
-    for name in columns:
-        frame[name] = (
-            frame[name].astype(object).fillna("").astype(str)
-            if name in texts - {"layer"}
-            else _number(frame[name], name)
-        )
+    frame = pd.DataFrame(list(rows), columns=[column.name for column in columns])
+    for column in columns:
+        values = frame[column.name]
+        if column.kind == "text":
+            frame[column.name] = values.astype(object).fillna("").astype(str)
+        elif column.kind != "label":
+            frame[column.name] = pd.to_numeric(values)
     return frame
-
-
-def _number(column: pd.Series[Any], name: str) -> pd.Series[Any]:
-    return column if name == "layer" else pd.to_numeric(column)

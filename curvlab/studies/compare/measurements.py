@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
+from curvlab.curvature import Curvature
 from curvlab.exceptions import (
     CurvlabError,
     ExecutorError,
@@ -28,19 +29,21 @@ from curvlab.exceptions import (
 from curvlab.measure.source import source_hash
 from curvlab.problem import Problem
 from curvlab.solvers import Solution
-from curvlab.studies.compare.frames import EPOCH
 from curvlab.studies.compare.newton import Closeness, Newton, newton
 from curvlab.studies.compare.resources import Pair, memory, usage
-from curvlab.studies.compare.settings import build
+from curvlab.studies.compare.settings import Settings, build
 from curvlab.studies.compare.tasks import Kind, Task
 from curvlab.studies.compare.timing import Stopwatch
+from curvlab.studies.schema import extra_columns
 from curvlab.studies.setup import Setup
 from curvlab.studies.small.errors import errors
 from curvlab.studies.small.fake_problem import fake_problem
 from curvlab.studies.store import Row
-from curvlab.studies.train.run import TrainPlan, train
+from curvlab.studies.train.columns import EPOCH
+from curvlab.studies.train.plan import TrainPlan
+from curvlab.studies.train.run import train
 
-__all__ = ["failure", "run_task"]
+__all__ = ["Cell", "failure", "run_task"]
 
 REFUSALS = (PairError, ProblemError, MatrixFreeError, SpecError)
 MESSAGE = 500
@@ -137,7 +140,9 @@ def _solve(task: Task) -> Row:
     measured = usage(pair, bench.problem)
     reference = _reference(bench, task, solution.direction)
     blocks = solution.blocks.values()
+    cell = Cell(bench.problem, curvature, solution, task.settings)
     return {
+        **{column.name: column.measure(cell) for column in extra_columns() if column.measure is not None},
         "peak_bytes": measured.peak_bytes,
         "planned_bytes": _planned(pair, bench.problem),
         "held_bytes": measured.held_bytes,
@@ -153,6 +158,16 @@ def _solve(task: Task) -> Row:
         "blocks": _block_rows(solution, reference),
         "traces": solution.trace().to_dict("list"),
     }
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What a registered column is measured of: a pair's curvature and solution on the problem."""
+
+    problem: Problem
+    curvature: Curvature
+    solution: Solution
+    settings: Settings
 
 
 def _reference(bench: _Bench, task: Task, names: Iterable[str]) -> Newton:
@@ -206,7 +221,7 @@ def _convergence(task: Task) -> Row:
         if last["status"] == "ok"
         else {"status": "failed", "message": f"{last['status']}: {last['message']}"}
     )
-    return {"epochs": frame[list(EPOCH)].to_dict("records"), **ended}
+    return {"epochs": frame[[column.name for column in EPOCH]].to_dict("records"), **ended}
 
 
 _MEASURES: dict[Kind, Callable[[Task], Row]] = {

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from curvlab.defaults import NEWTON_LIMIT
 from curvlab.problem import Problem
 from curvlab.providers import estimate
 from curvlab.solvers import Solution, Status, solve
@@ -25,8 +26,6 @@ __all__ = ["Closeness", "Newton", "newton"]
 
 TOLERANCE = 1e-8
 MAX_ITERATIONS = 2000
-PARAMETERS = 1_000_000
-"""Default of how many parameters the direction is still solved for."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ class Newton:
         return Closeness(dot / (ours * size), gap / size)
 
 
-def newton(problem: Problem, alpha: float, *, parameters: int = PARAMETERS) -> Newton:
+def newton(problem: Problem, alpha: float, *, parameters: int = NEWTON_LIMIT) -> Newton:
     """The exact damped Newton direction of `problem`, if it has at most `parameters` parameters.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(3, 2))

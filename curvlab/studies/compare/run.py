@@ -6,12 +6,14 @@ interrupted goes on where it was, and one that is finished is only read.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+from curvlab import defaults
 from curvlab.exceptions import SpecError
 from curvlab.measure.environment import environment
 from curvlab.measure.source import source_hash
@@ -21,14 +23,13 @@ from curvlab.solvers import Solver
 from curvlab.studies.compare.folder import command_of, load_comparison, write_frames, write_settings
 from curvlab.studies.compare.frames import Comparison, comparison_from
 from curvlab.studies.compare.measurements import failure, run_task
-from curvlab.studies.compare.newton import PARAMETERS
 from curvlab.studies.compare.problem_notes import problem_notes
-from curvlab.studies.compare.settings import DEFAULT_SOLVERS, Settings, build
+from curvlab.studies.compare.settings import Settings, build
 from curvlab.studies.compare.tasks import convergence_tasks, cost_tasks, first_tasks
 from curvlab.studies.executor import Place, place_of, run
 from curvlab.studies.run_lock import run_lock
+from curvlab.studies.schema import settings_of
 from curvlab.studies.setup import Setup
-from curvlab.studies.small.errors import DEFAULT_PROVIDERS
 from curvlab.studies.store import Row, Store, identity_of
 
 __all__ = ["Comparison", "Progress", "compare", "load_comparison", "run_comparison"]
@@ -43,24 +44,37 @@ class Progress:
     row: Row | None = None
 
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _with_settings(function: F) -> F:
+    """Give the function the settings of a comparison as keyword arguments, in its signature and docstring."""
+    given = inspect.signature(function)
+    kept = {n: p for n, p in given.parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD}
+    own = {one.name: one for one in settings_of(Settings) if one.name not in kept}
+    named = [
+        inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=one.default) for n, one in own.items()
+    ]
+    positional = [p for p in kept.values() if p.kind is not inspect.Parameter.KEYWORD_ONLY]
+    others = [p for p in kept.values() if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    function.__signature__ = given.replace(parameters=[*positional, *named, *others])  # type: ignore[attr-defined]
+    words = "".join(f"{n}: {one.help_text().replace('  [', ' [')}\n        " for n, one in own.items())
+    function.__doc__ = (function.__doc__ or "").replace("SETTINGS\n        ", words)
+    return function
+
+
+@_with_settings
 def compare(
     subject: Problem | Setup,
-    providers: Sequence[str | Provider] = DEFAULT_PROVIDERS,
-    solvers: Sequence[str | Solver] = DEFAULT_SOLVERS,
+    providers: str | Provider | Sequence[str | Provider] = defaults.PROVIDERS,
+    solvers: str | Solver | Sequence[str | Solver] = defaults.SOLVERS,
     *,
-    alpha: float = 0.05,
-    repetitions: int = 5,
-    epochs: int = 0,
-    train_batch: int = 100,
-    lr: float | None = None,
-    baselines: Sequence[str] = ("sgd", "adam"),
-    newton_limit: int = PARAMETERS,
-    threads: int = 0,
     output: str | Path | None = None,
     fresh: bool = False,
     retry: bool = False,
     executor: str | Place | Executor = "serial",
     on_progress: Callable[[Progress], None] | None = None,
+    **settings: Any,
 ) -> Comparison:
     """Measure error, time, memory and convergence of every provider with every solver.
 
@@ -68,14 +82,9 @@ def compare(
         subject: a problem, or a setup by name (which alone can train, and run in other processes).
         providers: names such as `"pch-1"` or `"fisher[kind=mc]"`, or instances.
         solvers: names such as `"ea-cg[max_iter=20]"`, or instances.
-        alpha: the damping, (1-α)C + αI.
-        repetitions: how often each pair is timed, in turns.
-        epochs: train every pair, and the baselines, for this many epochs.
-        train_batch: examples a training step sees.
-        lr: learning rate of the second-order runs (default: the optimizer's own).
-        baselines: optimizers to train beside the pairs.
-        newton_limit: the exact Newton direction is solved for up to this many parameters.
-        threads: torch's threads while measuring (default: as they are).
+        **settings: those below, and those that others have registered with
+            `curvlab.studies.schema.register_setting`.
+        SETTINGS
         output: folder of the store, where the comparison resumes; None keeps all in memory.
         fresh: measure again what the folder has; the first new row sets the old ones aside, as
             results.previous-1.jsonl, -2, ….
@@ -91,21 +100,9 @@ def compare(
     >>> compared.cells[["provider", "solver", "status"]].values.tolist()
     [['fisher', 'kfi', 'ok']]
     """
-    settings = Settings.of(
-        subject,
-        providers=tuple(providers) if not isinstance(providers, str) else (providers,),
-        solvers=tuple(solvers) if not isinstance(solvers, str) else (solvers,),
-        alpha=alpha,
-        repetitions=repetitions,
-        epochs=epochs,
-        train_batch=train_batch,
-        lr=lr,
-        baselines=tuple(baselines),
-        newton_limit=newton_limit,
-        threads=threads,
-    )
+    chosen = Settings.of(subject, providers=providers, solvers=solvers, **settings)
     return run_comparison(
-        settings, output, fresh=fresh, retry=retry, executor=executor, on_progress=on_progress
+        chosen, output, fresh=fresh, retry=retry, executor=executor, on_progress=on_progress
     )
 
 

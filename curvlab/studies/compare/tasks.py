@@ -44,7 +44,7 @@ def first_tasks(settings: Settings, left_out: Collection[tuple[str, str]] = ()) 
         yield _task(settings, "error", {"provider": provider})
     for provider, solver in settings.pairs:
         choice = {"provider": provider, "solver": solver}
-        yield _task(settings, "solve", choice, limit=settings.newton_limit)
+        yield _task(settings, "solve", choice)
 
 
 def cost_tasks(settings: Settings, left_out: Collection[tuple[str, str]] = ()) -> Iterator[Task]:
@@ -79,9 +79,9 @@ def labels(provider: Any, solver: Any) -> tuple[str, str]:
     return provider_registry.label(provider), solver_registry.label(solver)
 
 
-def _task(settings: Settings, kind: Kind, choice: dict[str, Any], **more: Any) -> Task:
+def _task(settings: Settings, kind: Kind, choice: dict[str, Any]) -> Task:
     names: dict[str, Registry[Any]] = {"provider": provider_registry, "solver": solver_registry}
-    key = settings.key(kind, **{what: names[what].identity(spec) for what, spec in choice.items()}, **more)
+    key = settings.key(kind, **{what: names[what].identity(spec) for what, spec in choice.items()})
     shown = {what: names[what].label(spec) for what, spec in choice.items()}
     head = _head(settings, kind, key) | shown
     return Task(kind, settings, head, **choice)
@@ -94,7 +94,7 @@ def _training(settings: Settings, spec: str, shown: Row) -> Task:
         text = optimizers.canonical(spec)
     except SpecError:
         text = spec  # the cell itself says what is wrong with it
-    key = settings.key("convergence", optimizer=text, epochs=settings.epochs, batch=settings.train_batch)
+    key = settings.key("convergence", optimizer=text)
     asked = {"epochs_asked": settings.epochs, "train_batch": settings.train_batch, "lr": settings.lr}
     head = _head(settings, "convergence", key) | {"spec": text, **shown, **asked}
     return Task("convergence", settings, head, optimizer=spec)

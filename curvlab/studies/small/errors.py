@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from curvlab.curvature import Curvature, LayerCurvature
+from curvlab.defaults import PROVIDERS
 from curvlab.exceptions import ProblemError
 from curvlab.linalg import GramFactor, poseig
 from curvlab.model.recording import ChainRecording
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 __all__ = [
-    "DEFAULT_PROVIDERS",
     "TOTAL",
     "WeightYardstick",
     "errors",
@@ -53,13 +53,12 @@ __all__ = [
     "weight_yardstick",
 ]
 
-DEFAULT_PROVIDERS = ("fisher", "gauss-newton", "pch-1", "pch-2")
 TOTAL = "Total"
 
 
 def errors(
     problem: Problem,
-    providers: str | Provider | Sequence[str | Provider] = DEFAULT_PROVIDERS,
+    providers: str | Provider | Sequence[str | Provider] = PROVIDERS,
     *,
     weights: bool = False,
 ) -> pd.DataFrame:

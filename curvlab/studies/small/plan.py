@@ -15,6 +15,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from curvlab import defaults
 from curvlab.exceptions import SpecError
 from curvlab.problem import Problem
 from curvlab.providers import Provider
@@ -22,11 +23,10 @@ from curvlab.solvers import Solver
 from curvlab.solvers.registry import solvers as solver_registry
 from curvlab.studies.compare.measurements import failure
 from curvlab.studies.compare.resources import Pair, usage
-from curvlab.studies.compare.settings import DEFAULT_SOLVERS, Settings
+from curvlab.studies.compare.settings import Settings
 from curvlab.studies.compare.tasks import labels
 from curvlab.studies.executor import Place, run
 from curvlab.studies.setup import Setup
-from curvlab.studies.small.errors import DEFAULT_PROVIDERS
 from curvlab.studies.small.fake_problem import fake_problem
 from curvlab.studies.store import Row
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FORMS", "bytes_of", "plan", "run_plan"]
 
-FORMS = ("sample-space", "textbook")
+FORMS = defaults.PLAN_FORMS
 COLUMNS = [
     "provider",
     "solver",
@@ -57,10 +57,10 @@ UNITS = {"": 1, "B": 1} | {
 
 def plan(
     subject: Problem | Setup,
-    providers: Sequence[str | Provider] = DEFAULT_PROVIDERS,
-    solvers: Sequence[str | Solver] = DEFAULT_SOLVERS,
+    providers: Sequence[str | Provider] = defaults.PROVIDERS,
+    solvers: Sequence[str | Solver] = defaults.SOLVERS,
     *,
-    alpha: float = 0.05,
+    alpha: float = defaults.ALPHA,
     forms: Sequence[str] = FORMS,
     memory: str | int | None = None,
 ) -> pd.DataFrame:

@@ -22,13 +22,13 @@ import pandas as pd
 
 from curvlab import specs
 from curvlab.exceptions import SpecError, StoreError
-from curvlab.files import next_number, write_text_atomic
+from curvlab.files import next_number, write_bytes_atomic, write_text_atomic
 from curvlab.measure.environment import environment
 from curvlab.studies.spreadsheet import csv_text
 from curvlab.studies.store import Row, Store, refuse_foreign_results
 from curvlab.studies.toml import read_toml, toml_text
 from curvlab.studies.train.checkpoint import read_checkpoint, write_checkpoint
-from curvlab.studies.train.hyperparameters import rate_words, rates_of
+from curvlab.studies.train.columns import rate_words, rates_of
 from curvlab.studies.train.plan import TrainPlan
 
 __all__ = ["TrainFolder", "frame_of", "steps_in"]
@@ -87,10 +87,12 @@ class TrainFolder:
 
     def draw(self, run: Resumable) -> None:
         """Draw the learning curve."""
-        from curvlab.studies.train.learning_curve import save_curves
+        from curvlab.report.drawing import png
+        from curvlab.report.figures import curves
 
         label = f"{self.plan.labels()['optimizer']}\n{rate_words(rates_of(self.plan.optimizer))}"
-        save_curves({label: frame_of(run.rows)}, self.path / "learning-curve.png")
+        drawn = curves.learning_curve(frame_of(run.rows), label)
+        write_bytes_atomic(self.path / "learning-curve.png", png(drawn, dots_per_inch=110))
 
     def _begin(self) -> Store:
         """The store, after an old run was set aside, if need be, and the new one's plan was written."""

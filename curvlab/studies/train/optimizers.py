@@ -1,7 +1,8 @@
 """Optimizers by name: `second-order[provider=…,solver=…]` and the baselines `sgd`, `adam`, `lbfgs`.
 
 A baseline is torch's own. Its gradient is backpropagated from the criterion's closed form,
-Σ c_i ∇ξ(h^k_i) / Σ c_i, which is what the second-order step uses too.
+Σ c_i ∇ξ(h^k_i) / Σ c_i, which is what the second-order step uses too. Torch is imported when an optimizer is
+built: help pages and lists read the configurations alone.
 """
 
 from __future__ import annotations
@@ -9,20 +10,19 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-from torch import Tensor, nn
-
-from curvlab.criteria import Criterion
-from curvlab.distributed.group import Group
+from curvlab import defaults
 from curvlab.exceptions import SpecError
-from curvlab.model.recording import Weightless, row_weights
-from curvlab.optim import LevenbergMarquardt, SecondOrder
-from curvlab.optim.second_order import ALPHA, LEARNING_RATE
-from curvlab.providers.registry import providers
 from curvlab.registry import Registry
-from curvlab.solvers.registry import solvers
+from curvlab.studies.schema import setting
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from curvlab.criteria import Criterion
+    from curvlab.distributed.group import Group
 
 __all__ = [
     "LBFGS",
@@ -85,6 +85,8 @@ class GradientSteps:
         return losses[0]
 
     def _backpropagate(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        import torch
+
         with torch.enable_grad():
             logits = self.model(inputs)
         values = logits.detach()
@@ -95,6 +97,8 @@ class GradientSteps:
 
     def _share(self, logits: Tensor, targets: Tensor) -> Tensor:
         """c_i / Σ c_j, the sum over the rows of all ranks."""
+        from curvlab.model.recording import Weightless, row_weights
+
         if self.group is None:
             weights = row_weights(self.criterion, logits, targets)
             return weights / weights.sum()
@@ -154,10 +158,12 @@ class SecondOrderSpec(OptimizerSpec):
     `adapt_every` is 0, or after how many steps Levenberg-Marquardt adapts alpha.
     """
 
-    provider: str = "pch-1"
-    solver: str = "ea-cg"
-    lr: float = LEARNING_RATE
-    alpha: float = ALPHA
+    provider: str = setting(defaults.STEP_PROVIDER, "Curvature of the step.", flags=("-p", "--provider"))
+    solver: str = setting(defaults.STEP_SOLVER, "Solver of the step.", flags=("-s", "--solver"))
+    lr: float = setting(
+        defaults.STEP_LR, "Learning rate.", default_words=f"{defaults.STEP_LR:g}, or the baseline's own"
+    )
+    alpha: float = setting(defaults.STEP_ALPHA, "Damping, (1-α)C + αI.")
     momentum: float = 0.0
     weight_decay: float = 0.0
     max_grad_norm: float | None = None
@@ -166,6 +172,8 @@ class SecondOrderSpec(OptimizerSpec):
     adapt_every: int = 0
 
     def build(self, model: nn.Module, criterion: Criterion, group: Group | None = None) -> Stepper:
+        from curvlab.optim import LevenbergMarquardt, SecondOrder
+
         return SecondOrder(
             model,
             criterion,
@@ -187,6 +195,9 @@ class SecondOrderSpec(OptimizerSpec):
         return {"optimizer": label, "provider": self.provider, "solver": self.solver}
 
     def resolve(self) -> OptimizerSpec:
+        from curvlab.providers.registry import providers
+        from curvlab.solvers.registry import solvers
+
         provider, solver = providers.canonical(self.provider), solvers.canonical(self.solver)
         return replace(self, provider=provider, solver=solver)
 
@@ -201,6 +212,8 @@ class SGD(OptimizerSpec):
     nesterov: bool = False
 
     def build(self, model: nn.Module, criterion: Criterion, group: Group | None = None) -> Stepper:
+        import torch
+
         made = torch.optim.SGD(
             model.parameters(),
             self.lr,
@@ -222,6 +235,8 @@ class Adam(OptimizerSpec):
     weight_decay: float = 0.0
 
     def build(self, model: nn.Module, criterion: Criterion, group: Group | None = None) -> Stepper:
+        import torch
+
         betas = (self.beta1, self.beta2)
         made = torch.optim.AdamW(model.parameters(), self.lr, betas, self.eps, weight_decay=self.weight_decay)
         return GradientSteps(made, model, criterion, group)
@@ -237,6 +252,8 @@ class LBFGS(OptimizerSpec):
     line_search: bool = True
 
     def build(self, model: nn.Module, criterion: Criterion, group: Group | None = None) -> Stepper:
+        import torch
+
         made = torch.optim.LBFGS(
             model.parameters(),
             self.lr,

@@ -8,12 +8,16 @@ from typing import Any
 
 from curvlab import specs
 from curvlab.exceptions import SpecError
+from curvlab.studies.schema import setting
 from curvlab.studies.setup import Setup
 from curvlab.studies.store import key_of
 from curvlab.studies.train.optimizers import OptimizerSpec, optimizers
 from curvlab.studies.train.schedules import Schedule, schedules
 
-__all__ = ["TrainPlan"]
+__all__ = ["TRAIN_BATCH", "TrainPlan"]
+
+TRAIN_BATCH = 100
+"""Examples in a batch of `curvlab train`."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +35,16 @@ class TrainPlan:
     'pch-1 + ea-cg'
     """
 
-    setup: Setup = field(default_factory=lambda: Setup(batch=100))
-    optimizer: str = "second-order"
-    epochs: int = 10
-    schedule: str = "constant"
+    setup: Setup = field(default_factory=lambda: Setup(batch=TRAIN_BATCH))
+    optimizer: str = setting(
+        "second-order", "second-order, sgd, adam or lbfgs, with fields: sgd[lr=0.05,momentum=0.9]."
+    )
+    epochs: int = setting(
+        10, "Passes over the training set; a larger number continues a finished run.", least=0
+    )
+    schedule: str = setting(
+        "constant", "constant, cosine or steps[every=10,gamma=0.1].", flags=("--lr-schedule",)
+    )
     evaluate_examples: int = 10_000
 
     def __post_init__(self) -> None:
