@@ -18,8 +18,7 @@ from time import process_time
 import torch
 
 from curvlab.studies.setup import Setup
-from curvlab.studies.train import TrainPlan
-from curvlab.studies.train_run import TrainRun
+from curvlab.studies.train.run import TrainPlan, TrainRun
 
 
 def live_bytes() -> int:

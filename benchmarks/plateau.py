@@ -42,10 +42,10 @@ from torch import Tensor
 from curvlab.data.dataset import Batches, Dataset
 from curvlab.data.splits import permutation
 from curvlab.measure.environment import environment
-from curvlab.studies.evaluate import evaluate
-from curvlab.studies.optimizers import optimizers
 from curvlab.studies.setup import Setup
 from curvlab.studies.store import Store, key_of, write_text_atomic
+from curvlab.studies.train.evaluate import evaluate
+from curvlab.studies.train.optimizers import optimizers
 
 LEFT = 2.25
 WINDOW = 20

@@ -3,6 +3,9 @@
 problem   = curvlab.Problem(model, criterion, inputs, targets)
 curvature = curvlab.estimate("pch-1", problem)
 solution  = curvlab.solve("ea-cg", curvature, problem.gradient(), alpha=0.05)
+
+Each name is imported when it is first asked for, so that `import curvlab` and the help pages of the command
+take no time: torch comes with the first name that needs it.
 """
 
 from __future__ import annotations
@@ -10,21 +13,22 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from curvlab import exceptions, providers, solvers
-from curvlab.curvature import Curvature, Definiteness, LayerCurvature, StaleWarning
-from curvlab.gradient import Gradient
-from curvlab.problem import Problem
-from curvlab.providers import estimate
-from curvlab.solvers import Additive, Mixed, Solution, Status, solve
-from curvlab.studies import bounds, errors
 from curvlab.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from curvlab import optim
-    from curvlab.studies.compare import compare
-    from curvlab.studies.comparison import Comparison
-    from curvlab.studies.folder import load_comparison
-    from curvlab.studies.plan import plan
+    from curvlab import exceptions, optim, providers, solvers
+    from curvlab.curvature import Curvature, Definiteness, LayerCurvature, StaleWarning
+    from curvlab.gradient import Gradient
+    from curvlab.problem import Problem
+    from curvlab.providers.estimate import estimate
+    from curvlab.solvers import Additive, Mixed, Solution, Status
+    from curvlab.solvers.solve import solve
+    from curvlab.studies.compare.folder import load_comparison
+    from curvlab.studies.compare.frames import Comparison
+    from curvlab.studies.compare.run import compare
+    from curvlab.studies.small.bounds import bounds
+    from curvlab.studies.small.errors import errors
+    from curvlab.studies.small.plan import plan
 
 __all__ = [
     "Additive",
@@ -51,23 +55,40 @@ __all__ = [
     "solvers",
 ]
 
-# Imported when first asked for: with them `import curvlab` would take twice as long.
-_LATER = {
-    "Comparison": "curvlab.studies.comparison",
-    "compare": "curvlab.studies.compare",
-    "load_comparison": "curvlab.studies.folder",
-    "plan": "curvlab.studies.plan",
+# The module that each public name is from; a name that is not here is a package of curvlab itself.
+_MODULES = {
+    "Additive": "curvlab.solvers",
+    "Comparison": "curvlab.studies.compare.frames",
+    "Curvature": "curvlab.curvature",
+    "Definiteness": "curvlab.curvature",
+    "Gradient": "curvlab.gradient",
+    "LayerCurvature": "curvlab.curvature",
+    "Mixed": "curvlab.solvers",
+    "Problem": "curvlab.problem",
+    "Solution": "curvlab.solvers",
+    "StaleWarning": "curvlab.curvature",
+    "Status": "curvlab.solvers",
+    "bounds": "curvlab.studies.small.bounds",
+    "compare": "curvlab.studies.compare.run",
+    "errors": "curvlab.studies.small.errors",
+    "estimate": "curvlab.providers",
+    "load_comparison": "curvlab.studies.compare.folder",
+    "plan": "curvlab.studies.small.plan",
+    "solve": "curvlab.solvers",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name == "optim":
-        return importlib.import_module("curvlab.optim")
-    if name in _LATER:
-        return getattr(importlib.import_module(_LATER[name]), name)
-    raise AttributeError(f"module `curvlab` has no attribute `{name}`")
+    if name in _MODULES:
+        found = getattr(importlib.import_module(_MODULES[name]), name)
+    elif name in __all__:
+        found = importlib.import_module(f"curvlab.{name}")
+    else:
+        raise AttributeError(f"module `curvlab` has no attribute `{name}`")
+    globals()[name] = found
+    return found
 
 
 def __dir__() -> list[str]:
-    """The public names, those imported later too: what tab completion offers."""
+    """The public names, those not imported yet too: what tab completion offers."""
     return sorted([*__all__, "__version__"])

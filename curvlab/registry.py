@@ -23,7 +23,7 @@ from typing import Any, Generic, TypeVar
 from curvlab import specs
 from curvlab.exceptions import SpecError
 
-__all__ = ["INTERFACE", "Registry", "Row", "check_interface"]
+__all__ = ["INTERFACE", "Description", "Registry", "check_interface"]
 
 INTERFACE = 1
 """Numbers the interface that providers and solvers are written for; a change that breaks one raises it."""
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class Description:
     """One line of a registry's listing."""
 
     name: str
@@ -128,11 +128,11 @@ class Registry(Generic[T]):
         self._load_plugins()
         return sorted(self._entries)
 
-    def describe(self) -> list[Row]:
+    def describe(self) -> list[Description]:
         """List name, fields with defaults, one line of documentation and the package of each name."""
         self._load_plugins()
         return [
-            Row(name, specs.describe(entry.factory, entry.preset), entry.doc, entry.origin)
+            Description(name, specs.describe(entry.factory, entry.preset), entry.doc, entry.origin)
             for name, entry in sorted(self._entries.items())
         ]
 

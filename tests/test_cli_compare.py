@@ -170,12 +170,12 @@ def test_a_refused_provider_is_told_of_once(tmp_path, monkeypatch):
 
 
 def test_a_failed_cell_gives_exit_code_1_and_its_reason(folder, monkeypatch):
-    from curvlab.studies import cells
+    from curvlab.studies.compare import measurements
 
     def broken(*arguments: object) -> None:
         raise RuntimeError("no such luck")
 
-    monkeypatch.setattr(cells, "usage", broken)
+    monkeypatch.setattr(measurements, "usage", broken)
     found = call("compare", *TINY, "-p", "fisher", "-s", "kfi", "-r", "1", "-o", folder / "failed")
     assert found.exit_code == 1
     assert "fisher + kfi: RuntimeError: no such luck" in found.stderr
@@ -194,7 +194,7 @@ def test_a_failed_cell_gives_exit_code_1_and_its_reason(folder, monkeypatch):
         (["--data", "digit"], "Did you mean `digits`"),
         (["--criterion", "crossentropy"], "Did you mean `cross-entropy`"),
         (["--alpha", "0"], "must be in (0, 1]"),
-        (["--batch", "0"], "at least one example"),
+        (["--batch", "0"], "x>=1"),
         (["--device", "quantum"], "not a torch device"),
         (["-r", "0"], "x>=1"),
         (["--executor", "proces"], "Did you mean `process`"),

@@ -14,14 +14,14 @@ import curvlab
 from curvlab.exceptions import SpecError
 from curvlab.providers import Provider
 from curvlab.providers.registry import providers
-from curvlab.studies.compare import Comparison, compare, load_comparison
-from curvlab.studies.comparison import CELLS, CONVERGENCE, ERRORS, REPETITIONS, TRACES
-from curvlab.studies.merging import merge_comparisons
-from curvlab.studies.newton import newton
-from curvlab.studies.plan import plan
+from curvlab.studies.compare.columns import CELLS, CONVERGENCE, ERRORS, REPETITIONS, TRACES
+from curvlab.studies.compare.folder import merge_comparisons
+from curvlab.studies.compare.newton import newton
+from curvlab.studies.compare.resources import Pair, usage
+from curvlab.studies.compare.run import Comparison, compare, load_comparison
 from curvlab.studies.setup import Setup
+from curvlab.studies.small.plan import plan
 from curvlab.studies.store import Store
-from curvlab.studies.usage import Pair, usage
 
 TINY = Setup(arch="6-4-3", data="synthetic[features=6,classes=3,examples=50]", batch=20, dtype="float64")
 PROVIDERS = ["fisher", "pch-1", "hessian"]
@@ -59,11 +59,11 @@ def test_every_pair_has_a_cell_and_frames_have_the_columns_reports_read(compared
     assert compared.cells[["provider", "solver"]].values.tolist() == [
         [provider, solver] for provider in PROVIDERS for solver in ("kfi", "cg[max_iter=3,tol=0.0]")
     ]
-    assert list(compared.cells) == CELLS
-    assert list(compared.repetitions) == REPETITIONS
-    assert list(compared.errors) == ERRORS
-    assert list(compared.traces) == TRACES
-    assert list(compared.convergence) == CONVERGENCE
+    assert list(compared.cells) == [column.name for column in CELLS]
+    assert list(compared.repetitions) == [column.name for column in REPETITIONS]
+    assert list(compared.errors) == [column.name for column in ERRORS]
+    assert list(compared.traces) == [column.name for column in TRACES]
+    assert list(compared.convergence) == [column.name for column in CONVERGENCE]
     assert set(compared.repetitions["repetition"]) == {0, 1}
 
 
@@ -341,7 +341,7 @@ def test_processes_store_the_rows_that_serial_stores(tmp_path):
         for name in ("serial", "parallel")
     ]
     assert keys[0] == keys[1]
-    same = [name for name in CELLS if not name.endswith(("_seconds", "_iqr"))]
+    same = [name for name in (column.name for column in CELLS) if not name.endswith(("_seconds", "_iqr"))]
     assert serial.cells[same].equals(parallel.cells[same])
     assert serial.errors.equals(parallel.errors)
     assert counted(*ask, repetitions=1, output=tmp_path / "parallel")[0] == 0

@@ -15,7 +15,7 @@ KILLS = 24
 SCRIPT = f"""
 import json, os, random, signal, sys, time
 from pathlib import Path
-from curvlab.studies.compare import compare
+from curvlab.studies.compare.run import compare
 from curvlab.studies.setup import Setup
 
 SETUP = Setup(arch="5-4-3", data="synthetic[features=5,classes=3,examples=30]", batch=10)

@@ -17,7 +17,7 @@ import pytest
 
 from curvlab.exceptions import ExecutorError, SpecError
 from curvlab.studies import dask_executor
-from curvlab.studies.compare import Progress, compare
+from curvlab.studies.compare.run import Progress, compare
 from curvlab.studies.executor import place_of
 from curvlab.studies.setup import Setup
 from curvlab.studies.store import Store

@@ -15,9 +15,9 @@ import torch
 
 from curvlab.data import dataset
 from curvlab.distributed.launch import rank_batches, shard
-from curvlab.studies.checkpoint import read_checkpoint
 from curvlab.studies.setup import Setup
-from curvlab.studies.train import TrainPlan, train
+from curvlab.studies.train.checkpoint import read_checkpoint
+from curvlab.studies.train.run import TrainPlan, train
 
 SECONDS = 900
 # 250 examples in batches of 83: of the last batch, a single example, rank 1 has no row.

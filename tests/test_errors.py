@@ -18,7 +18,7 @@ from curvlab.linalg import DenseFactor
 from curvlab.linalg.factors import InputFactors
 from curvlab.problem import Problem
 from curvlab.providers import Context, Provider
-from curvlab.studies import weight_errors
+from curvlab.studies.small import errors as weight_errors
 
 ALL = [
     "fisher",

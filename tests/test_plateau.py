@@ -19,11 +19,11 @@ from curvlab.criteria.registry import criterion_named
 from curvlab.data import Examples
 from curvlab.data.inputs import TensorInputs
 from curvlab.optim import SecondOrder
-from curvlab.studies.checkpoint import read_checkpoint, write_checkpoint
-from curvlab.studies.optimizers import SecondOrderSpec
-from curvlab.studies.plateau import Plateau
 from curvlab.studies.setup import Setup
-from curvlab.studies.train import TrainPlan, train
+from curvlab.studies.train.checkpoint import read_checkpoint, write_checkpoint
+from curvlab.studies.train.optimizers import SecondOrderSpec
+from curvlab.studies.train.plateau import Plateau
+from curvlab.studies.train.run import TrainPlan, train
 
 DEEP = "fcnn[widths=64-24-20-16-12-10]"
 DATA = "digits[train=300,test=100]"

@@ -13,9 +13,9 @@ from click.testing import CliRunner
 
 from curvlab.cli import main
 from curvlab.exceptions import SpecError
-from curvlab.reproduce.claims import claims
-from curvlab.reproduce.curves import figure as curve_figure
-from curvlab.reproduce.curves.claims import (
+from curvlab.reproduce import curve_figures as curve_figure
+from curvlab.reproduce import error_tables as error_table
+from curvlab.reproduce.curve_claims import (
     best_claim,
     level_claim,
     no_dearer_claim,
@@ -23,14 +23,13 @@ from curvlab.reproduce.curves.claims import (
     same_time_claim,
     solver_claim,
 )
-from curvlab.reproduce.curves.figure import Extent
-from curvlab.reproduce.errors import table as error_table
-from curvlab.reproduce.errors.table import Length
-from curvlab.reproduce.errors.trajectory import Sampling
-from curvlab.reproduce.experiments import experiment_named, experiments
+from curvlab.reproduce.curve_figures import Extent
+from curvlab.reproduce.error_tables import Length
+from curvlab.reproduce.error_trajectory import Sampling
+from curvlab.reproduce.experiments import claims, experiment_named, experiments
 from curvlab.reproduce.findings import write_findings
-from curvlab.reproduce.grid.search import embedded_study, ranked_frame
-from curvlab.reproduce.grid.study import GridStudy, parse_only
+from curvlab.reproduce.grid_search import embedded_study, ranked_frame
+from curvlab.reproduce.grid_study import GridStudy, parse_only
 from curvlab.reproduce.run import reproduce
 from curvlab.reproduce.subjects import Options, subject
 from curvlab.studies.store import Store
@@ -336,7 +335,7 @@ def test_the_list_names_every_experiment() -> None:
 def test_an_interruption_keeps_what_was_measured(
     tiny: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from curvlab.reproduce.errors.trajectory import Trajectory
+    from curvlab.reproduce.error_trajectory import Trajectory
 
     whole = Trajectory.run
 

@@ -12,16 +12,22 @@ import pytest
 import torch
 
 from curvlab.problem import Problem
-from curvlab.reproduce.errors.averages import INNER, averages, phase_of, with_phases
-from curvlab.reproduce.errors.claims import accumulation_claim, ordering_claim
-from curvlab.reproduce.errors.orderings import share_of
-from curvlab.reproduce.errors.trajectory import Sampling, Trajectory, errors_frame
+from curvlab.reproduce.error_statistics import (
+    INNER,
+    accumulation_claim,
+    averages,
+    ordering_claim,
+    phase_of,
+    share_of,
+    with_phases,
+)
+from curvlab.reproduce.error_trajectory import Sampling, Trajectory, errors_frame
+from curvlab.reproduce.experiment import Places
 from curvlab.reproduce.paper import paper_errors
-from curvlab.reproduce.task import Places
-from curvlab.studies.errors import errors
 from curvlab.studies.setup import Setup
+from curvlab.studies.small.errors import errors
 from curvlab.studies.store import Store
-from curvlab.studies.train import TrainPlan, train
+from curvlab.studies.train.run import TrainPlan, train
 
 PLAN = TrainPlan(
     Setup(data="digits[train=300,test=60]", arch="64-12-8-10", batch=30, seed=3),

@@ -11,12 +11,10 @@ import pytest
 import torch
 
 from curvlab.exceptions import SolveError, SpecError
-from curvlab.reproduce.growth.card import card_frame
-from curvlab.reproduce.growth.figure import growth_figure
-from curvlab.reproduce.growth.fit import exponent_table, fit_exponent, fits
-from curvlab.reproduce.growth.orders import curvlab_order, paper_order
-from curvlab.reproduce.growth.points import GrowthTask, growth_tasks, run_growth_task
-from curvlab.reproduce.growth.sweeps import SCALES, VARIABLES, Sizes
+from curvlab.reproduce.growth_orders import curvlab_order, exponent_table, fit_exponent, fits, paper_order
+from curvlab.reproduce.growth_points import GrowthTask, card_frame, growth_tasks, run_growth_task
+from curvlab.reproduce.growth_sweeps import SCALES, VARIABLES, Sizes
+from curvlab.reproduce.growth_table import growth_figure
 
 LADDER = [100, 150, 225, 338, 506, 759]
 T_975_OF_4 = 2.7764451051977987  # Student's t, 4 degrees of freedom: a printed table's value

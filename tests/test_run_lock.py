@@ -18,7 +18,7 @@ from click.testing import CliRunner, Result
 
 from curvlab.cli import main
 from curvlab.exceptions import FolderInUseError, ResultsFolderError
-from curvlab.studies.compare import compare, load_comparison
+from curvlab.studies.compare.run import compare, load_comparison
 from curvlab.studies.run_lock import run_lock
 from curvlab.studies.setup import Setup
 
@@ -37,7 +37,7 @@ fork = pytest.mark.skipif(
 TRAINING = """
 import sys
 import curvlab.cli
-from curvlab.studies.train_run import TrainRun
+from curvlab.studies.train.run import TrainRun
 advance = TrainRun.advance
 def slow(self):
     advance(self)

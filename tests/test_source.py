@@ -23,16 +23,16 @@ from curvlab.measure import source
 from curvlab.measure.environment import environment
 from curvlab.report.tables import mapping_table
 from curvlab.reproduce.findings import write_findings
-from curvlab.reproduce.grid.study import GridStudy
+from curvlab.reproduce.grid_study import GridStudy
 from curvlab.reproduce.run import reproduce
 from curvlab.reproduce.subjects import Options
-from curvlab.studies import cells
-from curvlab.studies.compare import compare, load_comparison
-from curvlab.studies.grid import first_tasks
-from curvlab.studies.settings import Settings
+from curvlab.studies.compare import measurements
+from curvlab.studies.compare.run import compare, load_comparison
+from curvlab.studies.compare.settings import Settings
+from curvlab.studies.compare.tasks import first_tasks
 from curvlab.studies.setup import Setup
 from curvlab.studies.store import Store
-from curvlab.studies.train import TrainPlan, train
+from curvlab.studies.train.run import TrainPlan, train
 
 ROOT = Path(__file__).parent.parent
 TINY = Setup(arch="6-4-3", data="synthetic[features=6,classes=3,examples=50]", batch=20, dtype="float64")
@@ -213,7 +213,7 @@ def test_the_hash_covers_what_a_wheel_holds():
 
 def test_the_hash_is_not_computed_on_import_and_once_in_a_process():
     check = (
-        "import curvlab, curvlab.studies.compare, curvlab.studies.train\n"
+        "import curvlab, curvlab.studies.compare.run, curvlab.studies.train.run\n"
         "from curvlab.measure import source\n"
         "assert source.source_hash.cache_info().currsize == 0\n"
         "source.source_hash(); source.source_hash()\n"
@@ -290,12 +290,12 @@ def write_old_rows(folder: Path) -> list[str]:
 def test_a_worker_with_another_source_measures_nothing(as_source):
     (task, *_) = first_tasks(Settings.of(TINY, providers=("fisher",), solvers=("kfi",)))
     as_source("b" * 16)
-    row = cells.run_task(task)
+    row = measurements.run_task(task)
     assert row["status"] == "failed"
     assert f"another curvlab (source {'b' * 16})" in row["message"]
     assert f"than the study (source {task.head['source']})" in row["message"]
     with pytest.raises(ExecutorError):
-        cells._check_source(task)
+        measurements._check_source(task)
 
 
 def test_train_goes_on_after_a_change_of_the_source_and_names_both(tmp_path, as_source):
@@ -315,7 +315,7 @@ def test_train_goes_on_after_a_change_of_the_source_and_names_both(tmp_path, as_
 
 
 def test_a_run_whose_first_rows_name_no_source_goes_on(tmp_path, as_source, monkeypatch):
-    from curvlab.studies.train_run import TrainRun
+    from curvlab.studies.train.run import TrainRun
 
     plan = TrainPlan(Setup(data="digits[train=100,test=50]", batch=50), epochs=1)
     close = TrainRun._close
@@ -354,12 +354,12 @@ def test_reproduce_goes_on_after_a_change_of_the_source_and_its_pages_name_both(
 
 
 def test_every_kind_of_row_that_reproduce_measures_names_its_source(tmp_path, monkeypatch, as_source):
-    from curvlab.reproduce.errors import table as error_table
-    from curvlab.reproduce.errors.table import Length
-    from curvlab.reproduce.errors.trajectory import Sampling
-    from curvlab.reproduce.growth import table as growth_table
-    from curvlab.reproduce.growth.points import GrowthTask
-    from curvlab.reproduce.growth.sweeps import Sizes
+    from curvlab.reproduce import error_tables as error_table
+    from curvlab.reproduce import growth_table
+    from curvlab.reproduce.error_tables import Length
+    from curvlab.reproduce.error_trajectory import Sampling
+    from curvlab.reproduce.growth_points import GrowthTask
+    from curvlab.reproduce.growth_sweeps import Sizes
 
     monkeypatch.setitem(error_table.LENGTHS, ("smoke", "cifar10"), Length(2, (Sampling(20, 2),), (0,)))
     tasks = [GrowthTask("solve", "kfi", "textbook", "inputs", Sizes(8, n, 16), 1) for n in (16, 32, 64)]

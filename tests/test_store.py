@@ -157,11 +157,11 @@ def test_a_corrupt_line_in_the_middle_is_reported_with_its_number(tmp_path, bad)
     with pytest.warns(UserWarning, match="line 2"):
         store = Store(tmp_path)
     assert [row["key"] for row in store.rows()] == ["a", "c"]
-    assert [(problem.line, problem.text) for problem in store.problems] == [(2, bad)]
+    assert [(bad.line, bad.text) for bad in store.bad_lines] == [(2, bad)]
     rejected = json.loads(store.rejected_path.read_text())
     assert rejected["line"] == 2
     assert rejected["text"] == bad
-    assert not Store(tmp_path).problems
+    assert not Store(tmp_path).bad_lines
 
 
 def test_bytes_that_are_no_text_are_set_aside(tmp_path):
@@ -186,7 +186,7 @@ def test_read_only_reports_but_changes_nothing(tmp_path):
     with pytest.warns(UserWarning, match="line 2"):
         store = Store(tmp_path, read_only=True)
     assert store.keys() == {"a"}
-    assert [p.line for p in store.problems] == [2]
+    assert [p.line for p in store.bad_lines] == [2]
     assert [p.name for p in tmp_path.iterdir()] == ["results.jsonl"]
     assert store.path.read_text() == text
     with pytest.raises(StoreError, match="read only"):

@@ -9,7 +9,7 @@ import pytest
 from curvlab.exceptions import SpecError
 from curvlab.studies.setup import Setup
 from curvlab.studies.toml import read_settings, read_toml, toml_text
-from curvlab.studies.train import TrainPlan, train
+from curvlab.studies.train.run import TrainPlan, train
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,11 @@ from torch import nn
 
 from curvlab.exceptions import SpecError, StoreError
 from curvlab.optim import SecondOrder
-from curvlab.studies import curves
-from curvlab.studies.checkpoint import read_checkpoint, write_checkpoint
+from curvlab.report.figures import curves
 from curvlab.studies.setup import Setup
 from curvlab.studies.store import Store
-from curvlab.studies.train import TrainPlan, train
+from curvlab.studies.train.checkpoint import read_checkpoint, write_checkpoint
+from curvlab.studies.train.run import TrainPlan, train
 
 pytestmark = pytest.mark.slow
 
@@ -124,9 +124,17 @@ def test_the_folder_holds_configuration_environment_rows_and_curve(tmp_path):
 
 def test_the_learning_curve_names_the_settings_it_was_run_with(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(curves, "save_curves", lambda frames, path: drawn.extend(frames))
+    draw = curves.learning_curve
+
+    def keep(run, title):
+        drawn.append(draw(run, title).get_figure())
+        return drawn[-1].axes[0]
+
+    monkeypatch.setattr(curves, "learning_curve", keep)
     train(small("sgd[lr=0.03]", epochs=1), tmp_path)
-    assert drawn == ["sgd\nlearning rate 0.03, momentum 0.9"]
+    (figure,) = drawn
+    assert figure.get_suptitle() == "sgd\nlearning rate 0.03, momentum 0.9"
+    assert [len(panel.lines) for panel in figure.axes] == [1, 1, 1, 1]
 
 
 SPECS = [
@@ -159,7 +167,7 @@ def test_a_run_killed_at_random_moments_and_resumed_equals_an_uninterrupted_one(
     train(plan, tmp_path / "whole")
     program = (
         "import sys, torch; torch.set_num_threads(1)\n"
-        "from curvlab.studies.train import TrainPlan, train\n"
+        "from curvlab.studies.train.run import TrainPlan, train\n"
         "from curvlab.studies.setup import Setup\n"
         f"plan = TrainPlan(Setup(data={SMALL.data!r}, batch=50, device='cpu'), {spec!r}, 8)\n"
         "train(plan, sys.argv[1], checkpoint_steps=2, on_progress=lambda p: print(p.step, flush=True))\n"

@@ -17,9 +17,9 @@ from click.testing import CliRunner
 
 from curvlab.cli import main
 from curvlab.cli.train import COLUMNS, _render
-from curvlab.studies.checkpoint import read_checkpoint
 from curvlab.studies.setup import Setup
-from curvlab.studies.train import TrainPlan, train
+from curvlab.studies.train.checkpoint import read_checkpoint
+from curvlab.studies.train.run import TrainPlan, train
 
 DATA = "digits[train=300,test=100]"
 SMALL = ["--data", DATA, "--batch", "50", "--device", "cpu"]
@@ -131,7 +131,7 @@ def test_another_configuration_in_the_folder_is_a_mistake_too(tmp_path):
 def test_ctrl_c_leaves_a_run_that_can_be_resumed(tmp_path):
     words = ["train", *SMALL, "--epochs", "6", "-o", str(tmp_path / "stopped")]
     program = (
-        "import curvlab.studies.train_run as runs, curvlab.cli\n"
+        "import curvlab.studies.train.run as runs, curvlab.cli\n"
         "advance = runs.TrainRun.advance\n"
         "def told(self):\n"
         "    advance(self)\n"

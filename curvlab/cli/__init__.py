@@ -1,11 +1,13 @@
 """The command line: thin commands that parse, call a study and render.
 
 A mistake of the user's is one sentence and exit code 2; a run that failed is exit code 1. Commands are
-imported when they are called, so that `curvlab --help` answers at once.
+imported when they are called, and what they need, torch above all, when they run: help pages and the shell's
+completion answer at once.
 """
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import sys
 from typing import Any
@@ -49,6 +51,15 @@ class _LazyGroup(click.Group):
         module = importlib.import_module(f"curvlab.cli.{'list_' if name == 'list' else name}")
         command: click.Command = module.command
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command that the first word names; a word that is none gets the nearest one in the message."""
+        near = difflib.get_close_matches(args[0], COMMANDS, n=1)
+        if args[0] not in COMMANDS and near and not args[0].startswith("-"):
+            ctx.fail(f"No such command '{args[0]}'. Did you mean '{near[0]}'?")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

@@ -2,95 +2,38 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from curvlab.cli.console import (
-    bytes_text,
-    loss_text,
-    paragraph,
-    percent_text,
-    print_json,
-    progress_bar,
-    records,
-    say,
-    seconds_text,
-    table,
+from curvlab.cli.console import paragraph, print_json, progress_bar, records, say, show_rows
+from curvlab.cli.options import (
+    SchemaCommand,
+    config_option,
+    executor_option,
+    grid_settings,
+    make_settings,
+    output_options,
 )
-from curvlab.cli.options import grid_options, make_settings, output_options, setup_options
 from curvlab.exceptions import StoreError
-from curvlab.studies.compare import Comparison, Progress, run_comparison
+from curvlab.studies.compare.columns import CONVERGENCE, cell_columns
+
+if TYPE_CHECKING:
+    from curvlab.studies.compare.frames import Comparison
+    from curvlab.studies.compare.run import Progress
 
 __all__ = ["command", "finish", "show_comparison"]
 
 INTERRUPTED = 130
 DEFAULT_FOLDER = Path("runs/compare")
-LEGEND = (
-    "vs |H|: how far the provider's bias blocks are from those of the absolute Hessian, ‖B − |H|‖ / ‖|H|‖ "
-    "(the paper's error; the same for every solver; of `hessian` itself no error but negative curvature). "
-    "Step: how far the pair's step is from the exact damped Newton step, ‖d − n‖ / ‖n‖."
-)
 
 
-@click.command("compare")
-@grid_options
-@setup_options
-@click.option(
-    "-r",
-    "--repetitions",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="How often each cell is timed, in turns.  [default: 5]",
-)
-@click.option(
-    "--epochs",
-    type=click.IntRange(min=0),
-    metavar="N",
-    help="Train every cell, SGD and Adam for N epochs.  [default: 0]",
-)
-@click.option(
-    "--train-batch",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Examples a training step sees.  [default: 100]",
-)
-@click.option(
-    "--lr",
-    type=float,
-    metavar="X",
-    help="Learning rate of the second-order runs.  [default: the optimizer's]",
-)
-@click.option(
-    "--baseline",
-    "baselines",
-    multiple=True,
-    metavar="SPEC",
-    help="Optimizer to train beside them.  [default: sgd, adam]",
-)
-@click.option(
-    "--newton-limit",
-    type=click.IntRange(min=0),
-    metavar="N",
-    help="Solve the exact Newton direction for up to N parameters.  [default: 1000000]",
-)
-@click.option(
-    "--threads",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Threads of torch.  [default: as torch chooses]",
-)
-@click.option(
-    "--executor",
-    default="serial",
-    show_default=True,
-    metavar="SPEC",
-    help="serial, process[workers=N], or dask[address=tcp://host:8786].",
-)
+@click.command("compare", cls=SchemaCommand, schema=lambda: grid_settings("compare"))
+@config_option
+@executor_option()
 @click.option(
     "-o",
     "--output",
@@ -126,6 +69,8 @@ def command(
     Completion of options and file names, for bash (zsh and fish likewise):
       eval "$(_CURVLAB_COMPLETE=bash_source curvlab)"
     """
+    from curvlab.studies.compare.run import run_comparison
+
     settings = make_settings(options)
     done = 0
     try:
@@ -206,41 +151,15 @@ def show_comparison(compared: Comparison) -> None:
     """The table of cells, what to know of them, and the answer."""
     from curvlab.report import recommend
 
-    numbers = dict.fromkeys(("vs |H|", "Step", "Time", "Peak"), "right")
-    columns = {"Provider": "name", "Solver": "name"} | numbers
-    table(columns, [_cells_row(cell) for cell in compared.cells.to_dict("records")])
+    columns = cell_columns()
+    show_rows(columns, compared.cells.to_dict("records"))
     if compared.measured:
-        paragraph(LEGEND)
+        paragraph(" ".join(column.legend for column in columns if column.legend))
     if not compared.convergence.empty:
         last = compared.convergence.groupby("optimizer", sort=False).tail(1)
-        names = ("lr", "Epochs", "Seconds", "Train loss", "Test loss", "Accuracy")
-        wanted = {"Optimizer": "name"} | dict.fromkeys(names, "right")
-        table(wanted, [_convergence_row(row) for row in last.to_dict("records")])
+        show_rows(CONVERGENCE, last.to_dict("records"), {"epoch": "Epochs"})
     for warning in compared.warnings:
         paragraph(f"Note: {warning}")
     answer = recommend(compared.cells, compared.errors, compared.convergence)
     for text in (answer.headline, *answer.paragraphs):
         paragraph(text)
-
-
-def _cells_row(cell: dict[Any, Any]) -> list[str]:
-    return [
-        cell["provider"],
-        cell["solver"],
-        percent_text(cell["error_relative"], places=2),
-        percent_text(cell["distance"]),
-        seconds_text(cell["total_seconds"], cell["total_iqr"]) if cell["status"] == "ok" else cell["status"],
-        bytes_text(cell["peak_bytes"]),
-    ]
-
-
-def _convergence_row(row: dict[Any, Any]) -> list[str]:
-    return [
-        row["optimizer"],
-        "–" if math.isnan(row["lr"]) else f"{row['lr']:g}",
-        f"{row['epoch']:.0f}",
-        f"{row['seconds']:.2f}",
-        loss_text(row["train_loss"]),
-        loss_text(row["test_loss"]),
-        percent_text(row["test_accuracy"]),
-    ]

@@ -10,31 +10,26 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
-import pandas as pd
-from rich.box import SIMPLE_HEAD
-from rich.cells import cell_len
-from rich.console import Console
-from rich.measure import Measurement
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
-from rich.text import Text
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from rich.table import Table
+
+    from curvlab.studies.schema import Column
 
 __all__ = [
     "broken",
-    "bytes_text",
-    "loss_text",
     "paragraph",
-    "percent_text",
     "print_json",
     "progress_bar",
     "records",
     "say",
-    "seconds_text",
+    "show_rows",
     "table",
 ]
 
@@ -54,6 +49,9 @@ def progress_bar(shown: bool, what: str) -> Iterator[Show]:
     if not shown or not sys.stderr.isatty():
         yield lambda done, total, label: None
         return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
     columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=None)
@@ -66,6 +64,9 @@ def progress_bar(shown: bool, what: str) -> Iterator[Show]:
 
 def paragraph(text: str) -> None:
     """Print text wrapped at words."""
+    from rich.console import Console
+    from rich.text import Text
+
     Console(highlight=False).print(Text(text))
 
 
@@ -74,6 +75,9 @@ def table(columns: dict[str, str], rows: list[list[str]], *, title: str = "") ->
 
     Names are as long as the terminal allows, and `broken` where it does not; `fold` is for prose.
     """
+    from rich.console import Console
+    from rich.measure import Measurement
+
     console = Console(highlight=False)
     for width in NAME_WIDTHS:
         made = _table(columns, rows, title, width)
@@ -84,7 +88,38 @@ def table(columns: dict[str, str], rows: list[list[str]], *, title: str = "") ->
     console.print(made, width=max(console.width, needed), soft_wrap=needed > console.width)
 
 
+def show_rows(
+    columns: Sequence[Column], rows: Sequence[Mapping[Any, Any]], heads: Mapping[str, str] | None = None
+) -> None:
+    """Print the columns that have a short head; a row without a result has its status for its time.
+
+    `heads` are those of this table where they differ from the columns' own.
+    """
+    shown = [column for column in columns if column.short]
+    names = {column.name: (heads or {}).get(column.name, column.short) for column in shown}
+    styles = {names[column.name]: "name" if column.is_text else "right" for column in shown}
+    table(styles, [[_cell(column, row) for column in shown] for row in rows])
+
+
+def _cell(column: Column, row: Mapping[Any, Any]) -> str:
+    from curvlab.report.numbers import number_words, with_spread
+
+    value = row.get(column.name)
+    if column.is_text:
+        return str(value)
+    number = math.nan if value is None else float(value)
+    if column.spread:
+        failed = row.get("status", "ok") != "ok"
+        return str(row["status"]) if failed else with_spread(number, float(row[column.spread]))
+    return number_words(column.kind, number)
+
+
 def _table(columns: dict[str, str], rows: list[list[str]], title: str, width: int) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.cells import cell_len
+    from rich.table import Table
+    from rich.text import Text
+
     made = Table(box=SIMPLE_HEAD, title=title or None, title_justify="left", pad_edge=False, padding=(0, 1))
     shown = []
     for index, (header, style) in enumerate(columns.items()):
@@ -130,60 +165,3 @@ def _plain(value: Any) -> Any:
 def print_json(value: Any) -> None:
     """One JSON document on standard output."""
     click.echo(json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False))
-
-
-def bytes_text(count: float) -> str:
-    """Bytes with three digits and a decimal unit.
-
-    >>> bytes_text(919_360), bytes_text(90.6e9)
-    ('919 kB', '90.6 GB')
-    """
-    if math.isnan(count):
-        return "–"
-    units = ["B", "kB", "MB", "GB", "TB", "PB"]
-    power = min(max(int(math.log10(count) / 3), 0), len(units) - 1) if count >= 1 else 0
-    value = count / 1000**power
-    return (
-        f"{value:.{max(0, 2 - int(math.log10(max(value, 1))))}f} {units[power]}"
-        if power
-        else f"{value:.0f} B"
-    )
-
-
-def seconds_text(seconds: float, iqr: float) -> str:
-    """A median with its interquartile range, where that is known, in one unit.
-
-    >>> seconds_text(0.0123, 0.0004)
-    '12.3 ± 0.4 ms'
-    >>> seconds_text(0.0123, math.nan)
-    '12.3 ms'
-    """
-    if math.isnan(seconds):
-        return "–"
-    factor, unit = next(
-        (f, u) for f, u in ((1, "s"), (1e3, "ms"), (1e6, "µs")) if seconds * f >= 1 or u == "µs"
-    )
-    value = seconds * factor
-    places = max(0, 2 - int(math.log10(max(value, 1))))
-    spread = "" if math.isnan(iqr) else f" ± {iqr * factor:.{places}f}"
-    return f"{value:.{places}f}{spread} {unit}"
-
-
-def loss_text(value: float) -> str:
-    """A loss with four places, or with three digits and an exponent where these would hide it.
-
-    >>> loss_text(0.64881), loss_text(0.0000123), loss_text(1.5e9)
-    ('0.6488', '1.23e-05', '1.50e+09')
-    """
-    if math.isnan(value):
-        return "–"
-    return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e5 or math.isinf(value) else f"{value:.2e}"
-
-
-def percent_text(share: float, places: int = 1) -> str:
-    """A share in percent.
-
-    >>> percent_text(0.872), percent_text(0.0259, places=2)
-    ('87.2%', '2.59%')
-    """
-    return "–" if math.isnan(share) else f"{share:.{places}%}"

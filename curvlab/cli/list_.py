@@ -6,21 +6,20 @@ from typing import Any
 
 import click
 
-from curvlab.architectures import architectures
 from curvlab.cli.console import broken, print_json, table
-from curvlab.criteria.registry import criteria
-from curvlab.data import datasets
-from curvlab.providers.registry import providers
-from curvlab.registry import Registry, Row
-from curvlab.solvers.registry import solvers
-from curvlab.studies.executor import executors
-from curvlab.studies.pairs import existing_pairs
+from curvlab.registry import Description, Registry
 
 __all__ = ["command"]
 
 
 def _registries() -> dict[str, Registry[Any]]:
-    from curvlab.studies.optimizers import optimizers
+    from curvlab.architectures import architectures
+    from curvlab.criteria.registry import criteria
+    from curvlab.data import datasets
+    from curvlab.providers.registry import providers
+    from curvlab.solvers.registry import solvers
+    from curvlab.studies.executor import executors
+    from curvlab.studies.train.optimizers import optimizers
 
     return {
         "providers": providers,
@@ -53,6 +52,8 @@ def command(kind: str | None, as_json: bool) -> None:
       curvlab list solvers
       curvlab list pairs
     """
+    from curvlab.studies.compare.compatibility import existing_pairs
+
     chosen = {name: registry.describe() for name, registry in _registries().items() if kind in (None, name)}
     pairs = existing_pairs() if kind in (None, "pairs") else {}
     if as_json:
@@ -74,14 +75,14 @@ def command(kind: str | None, as_json: bool) -> None:
         table({"Provider": "name"} | dict.fromkeys(names, "left"), rows, title="Pairs that exist")
 
 
-def _fields(row: Row) -> str:
+def _fields(row: Description) -> str:
     return "\n".join(broken(str(field), FIELD_WIDTH) for field in row.fields) or "–"
 
 
-def _about(row: Row) -> str:
+def _about(row: Description) -> str:
     return row.doc if row.origin == "curvlab" else f"{row.doc} ({row.origin})"
 
 
-def _record(row: Row) -> dict[str, Any]:
+def _record(row: Description) -> dict[str, Any]:
     fields = {field.name: {"takes": field.takes, "default": field.default} for field in row.fields}
     return {"name": row.name, "usage": row.usage, "fields": fields, "about": row.doc, "origin": row.origin}

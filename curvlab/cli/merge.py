@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from curvlab.cli.console import say
-from curvlab.studies.merging import MergedComparisons, merge_comparisons
+
+if TYPE_CHECKING:
+    from curvlab.studies.compare.folder import MergedComparisons
 
 __all__ = ["command"]
 
@@ -30,6 +33,8 @@ def command(folders: tuple[Path, ...], output: Path, quiet: bool) -> None:
       curvlab merge runs/fisher runs/pch -o runs/both
       curvlab report runs/both
     """
+    from curvlab.studies.compare.folder import merge_comparisons
+
     done = merge_comparisons(folders, output)
     for conflict in done.merged.conflicts:
         named = (conflict.dropped.get(name) for name in ("kind", "provider", "solver", "optimizer"))

@@ -1,129 +1,132 @@
-"""Options that several commands share: what is studied, with what, and where results go."""
+"""Options that several commands share: what is studied, with what, and where results go.
+
+The options of settings are made from the schema when a command is parsed or its help is shown, so that one
+that was registered in the meantime is there too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import click
 
 from curvlab import imports
 from curvlab.exceptions import SpecError
-from curvlab.studies.settings import Settings
-from curvlab.studies.setup import Setup
+from curvlab.studies.compare.settings import Settings, all_settings, command_settings
+from curvlab.studies.schema import Setting, read_values
+from curvlab.studies.setup import SETUP, Setup
 from curvlab.studies.toml import read_settings
 
-__all__ = ["grid_options", "make_settings", "make_setup", "output_options", "setup_options"]
+__all__ = [
+    "SchemaCommand",
+    "config_option",
+    "executor_option",
+    "grid_settings",
+    "make_settings",
+    "make_setup",
+    "output_options",
+    "setup_settings",
+]
 
 F = TypeVar("F", bound=Callable[..., Any])
-FIELDS = ("arch", "activation", "model", "data", "data_dir", "criterion", "batch", "seed", "device", "dtype")
-GRID = tuple(field.name for field in fields(Settings) if field.name != "subject")
-LISTS = ("providers", "solvers", "baselines")
-KINDS: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(FIELDS, (str,)),
-    **dict.fromkeys(LISTS, (list, str)),
-    **dict.fromkeys(
-        ("batch", "seed", "repetitions", "epochs", "train_batch", "newton_limit", "threads"), (int,)
-    ),
-    **dict.fromkeys(("alpha", "lr"), (float, int)),
-}
+Source = Callable[[], Iterable[click.Option]]
 
 
-def _add(options: list[Callable[[F], F]]) -> Callable[[F], F]:
-    def decorate(function: F) -> F:
-        for option in reversed(options):
-            function = option(function)
-        return function
+class SchemaCommand(click.Command):
+    """A command whose options are its own, and those of settings, made anew whenever they are asked for."""
 
-    return decorate
+    def __init__(self, *arguments: Any, schema: Source, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.schema = schema
 
-
-def setup_options(function: F) -> F:
-    """Add the options of a `Setup`; unset ones arrive as None."""
-    options = [
-        click.option("--arch", metavar="SPEC", help="Architecture: a name, or widths such as 64-32-16-10."),
-        click.option(
-            "--activation", metavar="NAME", help="Activation of the architecture: sigmoid, tanh, relu, …"
-        ),
-        click.option("--model", metavar="MODULE:NAME", help="Your own model, or a function that builds it."),
-        click.option(
-            "--data", metavar="SPEC", help="Data set, or MODULE:NAME of your own batches.  [default: digits]"
-        ),
-        click.option(
-            "--data-dir", metavar="DIR", help="Folder that holds the data set (also: CURVLAB_DATA)."
-        ),
-        click.option(
-            "--criterion", metavar="SPEC", help="Criterion, or MODULE:NAME.  [default: cross-entropy]"
-        ),
-        click.option("--batch", type=int, metavar="N", help="Examples in a batch."),
-        click.option("--seed", type=int, metavar="N", help="Seed of everything random.  [default: 0]"),
-        click.option("--device", metavar="NAME", help="auto, cpu, cuda, mps, …  [default: auto]"),
-        click.option("--dtype", type=click.Choice(["float32", "float64"]), help="[default: float32]"),
-    ]
-    return _add(options)(function)
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """The options of the settings first, then the command's own."""
+        return [*self.schema(), *super().get_params(ctx)]
 
 
-def grid_options(function: F) -> F:
-    """Add the providers, the solvers, the damping and a file to read them from."""
-    options = [
-        click.option(
-            "-p",
-            "--provider",
-            "providers",
-            multiple=True,
-            metavar="SPEC",
-            help="Provider, once for each.  [default: fisher, gauss-newton, pch-1, pch-2]",
-        ),
-        click.option(
-            "-s",
-            "--solver",
-            "solvers",
-            multiple=True,
-            metavar="SPEC",
-            help="Solver, once for each.  [default: kfi, sm-kfi, cg, ea-cg]",
-        ),
-        click.option("--alpha", type=float, metavar="X", help="Damping, (1-α)C + αI.  [default: 0.05]"),
-        click.option(
-            "--config",
-            type=click.Path(dir_okay=False),
-            metavar="FILE",
-            help="Read settings from a TOML file; options given here win.",
-        ),
-    ]
-    return _add(options)(function)
+def option_of(setting: Setting, default: Any = None) -> click.Option:
+    """The option of a setting; unset it arrives as None, or as an empty tuple.
+
+    `default` is that of a command whose default is another: the help page shows it.
+    """
+    return click.Option(
+        [*setting.option_names, setting.name],
+        type=_type(setting),
+        multiple=setting.many,
+        metavar=None if setting.choices else setting.shown_metavar,
+        help=setting.help_text(default),
+    )
+
+
+def _type(setting: Setting) -> Any:
+    if setting.choices:
+        return click.Choice(setting.choices)
+    if setting.least is not None:
+        return (click.IntRange if setting.kind is int else click.FloatRange)(min=setting.least)
+    return setting.kind
+
+
+def setup_settings(**defaults: Any) -> list[click.Option]:
+    """The options of a `Setup`, with the defaults that a command has of its own."""
+    return [option_of(setting, defaults.get(setting.name)) for setting in SETUP]
+
+
+def grid_settings(command: str) -> list[click.Option]:
+    """The options of `Settings` that a command has, then those of the setup."""
+    return [*(option_of(setting) for setting in command_settings(command)), *setup_settings()]
+
+
+def config_option(function: F) -> F:
+    """Add a file to read settings from."""
+    return click.option(
+        "--config",
+        type=click.Path(dir_okay=False),
+        metavar="FILE",
+        help="Read settings from a TOML file; options given here win.",
+    )(function)
+
+
+def executor_option(default: str | None = "serial", words: str = "") -> Callable[[F], F]:
+    """Add where cells run; `words` say what is chosen where there is no default."""
+    shown = f"  [default: {words}]" if words else ""
+    return click.option(
+        "--executor",
+        default=default,
+        show_default=default is not None,
+        metavar="SPEC",
+        help=f"serial, process[workers=N], dask[address=tcp://host:8786], …{shown}",
+    )
 
 
 def output_options(function: F) -> F:
     """Add what is printed."""
-    options = [
-        click.option("--json", "as_json", is_flag=True, help="Print the results as JSON on standard output."),
-        click.option("--quiet", is_flag=True, help="No progress and no table."),
-    ]
-    return _add(options)(function)
+    quiet = click.option("--quiet", is_flag=True, help="No progress and no table.")
+    as_json = click.option(
+        "--json", "as_json", is_flag=True, help="Print the results as JSON on standard output."
+    )
+    return as_json(quiet(function))
 
 
 def make_setup(options: dict[str, Any], **defaults: Any) -> Setup:
     """A `Setup` from the options that were given, over `defaults` where a command has its own."""
-    given = {name: options.pop(name) for name in FIELDS if name in options}
+    given = {setting.name: options.pop(setting.name, None) for setting in SETUP}
     return Setup(**defaults | {name: value for name, value in given.items() if value is not None})
 
 
 def make_settings(options: dict[str, Any]) -> Settings:
     """Settings from a configuration file, if there is one, and the options over it."""
     path = options.pop("config", None)
-    settings = {} if path is None else _from_file(path)
-    given = {name: value for name in (*FIELDS, *GRID) if (value := options.pop(name, None)) not in (None, ())}
-    settings |= given
-    _check_used(given, settings)
-    for name in LISTS:
-        if name in settings:
-            settings[name] = (settings[name],) if isinstance(settings[name], str) else tuple(settings[name])
-    setup = make_setup(settings)
-    return Settings.of(setup, **settings)
+    known = all_settings()
+    names = [one.name for one in known]
+    chosen = {} if path is None else read_values(read_settings(path, names), known, path)
+    given = {one.name: value for one in known if (value := options.pop(one.name, None)) not in (None, ())}
+    chosen |= given
+    _check_used(given, chosen)
+    return Settings.of(make_setup(chosen), **chosen)
 
 
-def _check_used(given: dict[str, Any], settings: dict[str, Any]) -> None:
+def _check_used(given: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """Refuse options of a named data set where the batches are the user's own."""
     data = settings.get("data", "")
     ignored = [f"--{name.replace('_', '-')} {given[name]}" for name in ("batch", "data_dir") if name in given]
@@ -132,16 +135,3 @@ def _check_used(given: dict[str, Any], settings: dict[str, Any]) -> None:
             f"{' and '.join(ignored)} would change nothing: the batches are your own, `{data}`. "
             f"Leave {'it' if len(ignored) == 1 else 'them'} out, or name a data set"
         )
-
-
-def _from_file(path: str) -> dict[str, Any]:
-    found = read_settings(path, (*FIELDS, *GRID))
-    for name, value in found.items():
-        entries = value if isinstance(value, list) else []
-        wrong = not isinstance(value, KINDS[name]) or isinstance(value, bool)
-        if wrong or not all(isinstance(entry, str) for entry in entries):
-            expected = {str: "text", int: "an integer", float: "a number", list: "a list of names"}[
-                KINDS[name][0]
-            ]
-            raise SpecError(f"{path}: `{name}` is {value!r}; expected {expected}")
-    return found

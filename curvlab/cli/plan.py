@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-import pandas as pd
 
-from curvlab.cli.console import bytes_text, paragraph, print_json, progress_bar, records, say, table
-from curvlab.cli.options import grid_options, make_settings, output_options, setup_options
-from curvlab.studies.plan import FORMS, bytes_of, run_plan
+from curvlab.cli.console import paragraph, print_json, progress_bar, records, say, table
+from curvlab.cli.options import (
+    SchemaCommand,
+    config_option,
+    executor_option,
+    grid_settings,
+    make_settings,
+    output_options,
+)
+from curvlab.defaults import PLAN_FORMS
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 __all__ = ["command"]
 
@@ -21,22 +30,17 @@ TITLES = {
 }
 
 
-@click.command("plan")
-@grid_options
-@setup_options
+@click.command("plan", cls=SchemaCommand, schema=lambda: grid_settings("plan"))
+@config_option
 @click.option("--memory", metavar="SIZE", help="Memory of the device, such as 11GB or 16GiB: says what fits.")
 @click.option(
     "--form",
     "forms",
     multiple=True,
-    type=click.Choice(FORMS),
+    type=click.Choice(PLAN_FORMS),
     help="Only this form of the solvers.  [default: both]",
 )
-@click.option(
-    "--executor",
-    metavar="SPEC",
-    help="serial, or process[workers=N].  [default: processes where there is much to plan]",
-)
+@executor_option(None, "processes where there is much to plan")
 @output_options
 def command(
     memory: str | None,
@@ -58,14 +62,16 @@ def command(
       curvlab plan --arch imagenet10-fcnn --batch 100 -s kfi --memory 11GB
       curvlab plan --config runs/compare/config.toml
     """
+    from curvlab.studies.small.plan import bytes_of, run_plan
+
     settings = make_settings(options)
     limit = None if memory is None else bytes_of(memory)
     with progress_bar(not quiet, "planning") as show:
         frame = run_plan(
             settings,
-            forms or FORMS,
+            forms or PLAN_FORMS,
             memory=limit,
-            executor=executor or _executor(len(settings.pairs) * len(forms or FORMS)),
+            executor=executor or _executor(len(settings.pairs) * len(forms or PLAN_FORMS)),
             on_progress=lambda done, total: show(done, total, "planning"),
         )
     if as_json:
@@ -104,17 +110,17 @@ def _show(frame: pd.DataFrame, limit: int | None) -> None:
     for message in dict.fromkeys(skipped["message"]):
         paragraph(f"Left out: {message}")
     if limit is not None:
+        from curvlab.report.numbers import byte_words
+
         too_large = frame[frame["fits"].eq(False)]
         for (form, largest), group in too_large.groupby(["form", "largest"], sort=False):
             pairs = ", ".join(f"{row['provider']} + {row['solver']}" for row in group.to_dict("records"))
-            paragraph(f"Does not fit {bytes_text(limit)}: {pairs} ({form}); largest tensor {largest}.")
+            paragraph(f"Does not fit {byte_words(limit)}: {pairs} ({form}); largest tensor {largest}.")
 
 
 def _row(row: dict[Any, Any], limit: int | None) -> list[str]:
+    from curvlab.report.numbers import byte_words, number_words
+
     answer = [] if limit is None else [{True: "yes", False: "no"}.get(row["fits"], row["status"])]
-    numbers = [bytes_text(row["peak_bytes"]), bytes_text(row["held_bytes"]), _operations(row["flops"])]
-    return [row["provider"], row["solver"], *numbers, *answer]
-
-
-def _operations(count: float) -> str:
-    return "–" if count != count else f"{count:.3g}"
+    numbers = [byte_words(row["peak_bytes"]), byte_words(row["held_bytes"])]
+    return [row["provider"], row["solver"], *numbers, number_words("operations", row["flops"]), *answer]

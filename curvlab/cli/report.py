@@ -8,8 +8,6 @@ import click
 
 from curvlab.cli.compare import finish
 from curvlab.cli.options import output_options
-from curvlab.studies.compare import load_comparison
-from curvlab.studies.folder import write_frames
 
 __all__ = ["command"]
 
@@ -25,6 +23,8 @@ def command(folder: Path, as_json: bool, quiet: bool) -> None:
       curvlab report runs/compare
       curvlab report runs/compare --json
     """
+    from curvlab.studies.compare.folder import load_comparison, write_frames
+
     compared = load_comparison(folder)
     write_frames(folder, compared)
     finish(compared, folder, as_json, quiet)

@@ -7,18 +7,17 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from curvlab.cli.console import print_json, progress_bar, say, table
+from curvlab.cli.options import executor_option
 from curvlab.exceptions import SpecError
-from curvlab.reproduce.experiments import experiment_named, experiments
-from curvlab.reproduce.findings import write_findings
-from curvlab.reproduce.grid.search import embedded_study
-from curvlab.reproduce.grid.study import GridStudy, parse_only
-from curvlab.reproduce.run import DEFAULT_OUTPUT, reproduce
 from curvlab.reproduce.subjects import SCALES, Options
-from curvlab.studies.run_lock import run_lock
+
+if TYPE_CHECKING:
+    from curvlab.reproduce.grid_study import GridStudy
 
 __all__ = ["command"]
 
@@ -42,8 +41,7 @@ ALL = "all"
 @click.option("--only", multiple=True, metavar="NAME=VALUE,…",
               help="A part of the grid: lr, batch, alpha, max_iter or tol.")  # fmt: skip
 @click.option("--device", default="auto", show_default=True, metavar="NAME", help="auto, cpu, cuda, mps, …")
-@click.option("--executor", default="serial", show_default=True, metavar="SPEC",
-              help="serial, process[workers=N], or dask[address=tcp://host:8786].")  # fmt: skip
+@executor_option()
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="DIR",
               help="Folder of all experiments.  [default: runs/paper/<scale>]")  # fmt: skip
 @click.option("--fresh", is_flag=True, help="Measure again what the folder has; that is set aside.")
@@ -82,6 +80,11 @@ def command(
     if listed:
         _list(as_json)
         return
+    from curvlab.reproduce.experiments import experiment_named, experiments
+    from curvlab.reproduce.findings import write_findings
+    from curvlab.reproduce.run import DEFAULT_OUTPUT, reproduce
+    from curvlab.studies.run_lock import run_lock
+
     if not names:
         raise SpecError(f"name an experiment, or `{ALL}`; see `curvlab reproduce --list`")
     chosen = list(experiments()) if ALL in names else [experiment_named(name).name for name in names]
@@ -118,10 +121,15 @@ def _kept_when_interrupted(folder: Path, fresh: bool) -> Iterator[None]:
 def _study(scale: str, path: str | None, only: tuple[str, ...]) -> GridStudy | None:
     if path is None and not only:
         return None
+    from curvlab.reproduce.grid_search import embedded_study
+    from curvlab.reproduce.grid_study import GridStudy, parse_only
+
     return (embedded_study(scale) if path is None else GridStudy.read(path)).only(parse_only(only))
 
 
 def _list(as_json: bool) -> None:
+    from curvlab.reproduce.experiments import experiments
+
     found = experiments()
     if as_json:
         print_json([{"name": name, "title": experiment.title} for name, experiment in found.items()])

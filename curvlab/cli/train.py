@@ -11,44 +11,36 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-import pandas as pd
 
 from curvlab import specs
-from curvlab.cli.console import bytes_text, loss_text, percent_text, table
-from curvlab.cli.options import make_setup, setup_options
-from curvlab.distributed.launch import launched
+from curvlab.cli.console import show_rows
+from curvlab.cli.options import SchemaCommand, make_setup, option_of, setup_settings
 from curvlab.exceptions import SpecError
-from curvlab.measure.source import mixed_sources
-from curvlab.studies.optimizers import SecondOrderSpec, optimizers
-from curvlab.studies.plateau import plateau_note, stays_on_plateau
-from curvlab.studies.rates import rate_words, rates_of
-from curvlab.studies.train import Progress, TrainPlan, train
+from curvlab.studies.schema import settings_of
+from curvlab.studies.train.columns import EPOCH, PEAK, rate_words, rates_of
+from curvlab.studies.train.optimizers import SecondOrderSpec, optimizers
+from curvlab.studies.train.plan import TRAIN_BATCH, TrainPlan
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from curvlab.studies.train.run import TrainProgress
 
 __all__ = ["command"]
 
 INTERRUPTED = 130
 DEFAULT_FOLDER = Path("runs/train")
-STEP = SecondOrderSpec()
-COLUMNS = dict.fromkeys(("Epoch", "Seconds", "Train loss", "Test loss", "Accuracy", "Peak"), "right")
+PLAN, STEP = settings_of(TrainPlan), settings_of(SecondOrderSpec)
 
 
-@click.command("train")
-@setup_options
-@click.option("--optimizer", default="second-order", show_default=True, metavar="SPEC",
-              help="second-order, sgd, adam or lbfgs, with fields: sgd[lr=0.05,momentum=0.9].")  # fmt: skip
-@click.option("-p", "--provider", metavar="SPEC", help=f"Curvature of the step.  [default: {STEP.provider}]")
-@click.option("-s", "--solver", metavar="SPEC", help=f"Solver of the step.  [default: {STEP.solver}]")
-@click.option("--lr", type=float, metavar="X",
-              help=f"Learning rate.  [default: {STEP.lr:g}, or the baseline's own]")  # fmt: skip
-@click.option("--alpha", type=float, metavar="X",
-              help=f"Damping, (1-α)C + αI.  [default: {STEP.alpha:g}]")  # fmt: skip
-@click.option("--lr-schedule", default="constant", show_default=True, metavar="SPEC",
-              help="constant, cosine or steps[every=10,gamma=0.1].")  # fmt: skip
-@click.option("--epochs", type=click.IntRange(min=0), default=10, show_default=True, metavar="N",
-              help="Passes over the training set; a larger number continues a finished run.")  # fmt: skip
+@click.command(
+    "train",
+    cls=SchemaCommand,
+    schema=lambda: [*setup_settings(batch=TRAIN_BATCH), *(option_of(one) for one in (*PLAN, *STEP))],
+)
 @click.option("-o", "--output", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
               help="Folder of the run.  [default: runs/train/<optimizer>-<hash of the plan>]")  # fmt: skip
 @click.option("--checkpoint-seconds", type=click.FloatRange(min=0), default=60.0, show_default=True,
@@ -57,9 +49,6 @@ COLUMNS = dict.fromkeys(("Epoch", "Seconds", "Train loss", "Test loss", "Accurac
 @click.option("--quiet", is_flag=True, help="No progress and no table.")
 @click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON on standard output.")
 def command(
-    optimizer: str,
-    lr_schedule: str,
-    epochs: int,
     output: Path | None,
     checkpoint_seconds: float,
     fresh: bool,
@@ -85,14 +74,16 @@ def command(
       curvlab train --data cifar10 --optimizer 'sgd[lr=0.1,momentum=0.9]'
       torchrun --nproc-per-node=4 -m curvlab train --data cifar10 --batch 1000
     """
-    given = {name: options.pop(name) for name in ("provider", "solver", "lr", "alpha")}
-    plan = TrainPlan(make_setup(options, batch=100), _optimizer(optimizer, given), epochs, lr_schedule)
+    from curvlab.distributed.launch import launched
+    from curvlab.studies.train.run import train
+
+    plan = _plan(options)
     folder = output or DEFAULT_FOLDER / f"{_slug(plan)}-{plan.key[:8]}"
     with launched(plan.setup.device) as launch:
         bar = launch.leads and not quiet and not as_json and sys.stderr.isatty()
-        with _stopping() as stop, _progress(bar, epochs) as show:
+        with _stopping() as stop, _progress(bar, plan.epochs) as show:
 
-            def shown(progress: Progress) -> None:
+            def shown(progress: TrainProgress) -> None:
                 stop.begin()
                 show(progress)
 
@@ -108,6 +99,15 @@ def command(
     if launch.leads:
         _render(frame, folder, quiet, as_json)
         _finish(frame, plan, folder, quiet)
+
+
+def _plan(options: dict[str, Any]) -> TrainPlan:
+    """The plan by the options that were given; those of the step go into the optimizer's spec."""
+    setup = make_setup(options, batch=TRAIN_BATCH)
+    step = {one.name: options[one.name] for one in STEP}
+    chosen = {one.name: options[one.name] for one in PLAN if options[one.name] is not None}
+    plan = TrainPlan(setup, **chosen)
+    return replace(plan, optimizer=_optimizer(plan.optimizer, step))
 
 
 def _optimizer(text: str, given: dict[str, Any]) -> str:
@@ -169,7 +169,7 @@ def _progress(visible: bool, epochs: int) -> Iterator[Any]:
     with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("train", total=None, epoch=0, epochs=epochs, state="")
 
-        def show(p: Progress) -> None:
+        def show(p: TrainProgress) -> None:
             state = f"loss {p.loss:.4f}  accuracy {p.accuracy:.1%}  {1000 * p.step_seconds:.1f} ms/step"
             done = p.epoch * p.steps + p.step
             bar.update(task, total=p.epochs * p.steps, completed=done, epoch=p.epoch, state=state)
@@ -182,23 +182,14 @@ def _render(frame: pd.DataFrame, folder: Path, quiet: bool, as_json: bool) -> No
         rows = json.loads(frame.to_json(orient="records"))
         click.echo(json.dumps({"folder": str(folder), "rows": rows}))
     elif not quiet:
-        table(COLUMNS | {"Status": "left"}, [_row(row) for row in frame.to_dict("records")])
-
-
-def _row(row: dict[Any, Any]) -> list[str]:
-    return [
-        f"{row['epoch']}",
-        f"{row['seconds']:.1f}",
-        loss_text(row["train_loss"]),
-        loss_text(row["test_loss"]),
-        percent_text(row["test_accuracy"]),
-        bytes_text(row["peak_bytes"]),
-        row["status"],
-    ]
+        show_rows((*EPOCH[:-1], PEAK, EPOCH[-1]), frame.to_dict("records"))
 
 
 def _finish(frame: pd.DataFrame, plan: TrainPlan, folder: Path, quiet: bool) -> None:
     """Say where the run is, and end with the exit code of how it ended."""
+    from curvlab.measure.source import mixed_sources
+    from curvlab.studies.train.plateau import plateau_note, stays_on_plateau
+
     last = frame.to_dict("records")[-1]
     mixed = mixed_sources(frame["source"]) if "source" in frame else ""
     if mixed and not quiet:

@@ -55,6 +55,7 @@ OFFICIAL = Release(
 class Cifar10(Source):
     """CIFAR-10 as it is: 50,000 training and 10,000 test images of 32×32×3."""
 
+    architecture: ClassVar[str] = "cifar10-fcnn"
     release: ClassVar[Release] = OFFICIAL
 
     def _load(self, seed: int, data_dir: Path | None) -> Dataset:
@@ -64,6 +65,8 @@ class Cifar10(Source):
 @dataclass(frozen=True)
 class Cifar10Enlarged(Source):
     """CIFAR-10 enlarged to `size` × `size`, a batch at a time: ImageNet's geometry without ImageNet."""
+
+    architecture: ClassVar[str] = "imagenet10-fcnn"
 
     size: int = 224
     interpolation: Interpolation = "bilinear"

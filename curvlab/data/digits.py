@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from sklearn.datasets import load_digits
@@ -26,6 +27,8 @@ class Digits(Source):
     >>> Digits(train=500).load().train.features
     64
     """
+
+    architecture: ClassVar[str] = "digits-fcnn"
 
     def _load(self, seed: int, data_dir: Path | None) -> Dataset:
         pixels, labels = load_digits(return_X_y=True)

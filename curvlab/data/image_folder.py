@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from PIL import Image
@@ -35,6 +36,8 @@ class ImageFolder(Source):
 
     They are resized to `size` × `size`; `test_fraction` of each class is held out.
     """
+
+    architecture: ClassVar[str] = "imagenet10-fcnn"
 
     classes: int | None = None
     size: int = 224

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from curvlab.data.dataset import Dataset
 from curvlab.exceptions import SpecError
@@ -19,6 +20,9 @@ class Source(ABC):
     `train` and `test` limit how many examples are used, drawn by the seed with each class in
     proportion; standardisation is always that of the whole training set.
     """
+
+    architecture: ClassVar[str] = "fcnn"
+    """The name of the architecture that fits; `fcnn` takes its inputs and outputs from the data."""
 
     train: int | None = None
     test: int | None = None

@@ -20,6 +20,7 @@ from curvlab.criteria import Criterion
 from curvlab.criteria.registry import criterion_named
 from curvlab.curvature import Curvature
 from curvlab.curvature_io import Packed
+from curvlab.defaults import STEP_ALPHA, STEP_LR, STEP_PROVIDER, STEP_SOLVER
 from curvlab.distributed.communicator import communicator_of
 from curvlab.exceptions import ProblemError, SpecError
 from curvlab.gradient import Gradient
@@ -40,10 +41,7 @@ from curvlab.solvers.registry import solvers
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["ALPHA", "LEARNING_RATE", "SecondOrder"]
-
-LEARNING_RATE, ALPHA = 0.1, 0.01
-"""The defaults of the optimizer and of `curvlab train`; reports/plateau has what they were chosen by."""
+__all__ = ["SecondOrder"]
 
 Closure = Callable[[], tuple[Tensor, Tensor]]
 
@@ -87,10 +85,10 @@ class SecondOrder(torch.optim.Optimizer):
         self,
         model: nn.Module,
         criterion: str | Criterion | Any,
-        provider: str | Provider = "pch-1",
-        solver: str | Solver = "ea-cg",
-        lr: float = LEARNING_RATE,
-        alpha: float = ALPHA,
+        provider: str | Provider = STEP_PROVIDER,
+        solver: str | Solver = STEP_SOLVER,
+        lr: float = STEP_LR,
+        alpha: float = STEP_ALPHA,
         *,
         params: Iterable[Any] | None = None,
         momentum: float = 0.0,

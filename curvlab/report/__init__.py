@@ -9,17 +9,21 @@ A `Look` gives each provider one colour and each solver one line style, in light
 
 from __future__ import annotations
 
-from curvlab.report.figures import (
-    convergence_curves,
-    cost_bars,
-    error_heatmap,
-    memory_bars,
-    pareto_scatter,
-    residual_curves,
-)
-from curvlab.report.recommend import Recommendation, recommend
-from curvlab.report.theme import DARK, LIGHT, Look, Theme
-from curvlab.report.write import write_report
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from curvlab.report.figures import (
+        convergence_curves,
+        cost_bars,
+        error_heatmap,
+        memory_bars,
+        pareto_scatter,
+        residual_curves,
+    )
+    from curvlab.report.recommendation import Recommendation, recommend
+    from curvlab.report.theme import DARK, LIGHT, Look, Theme
+    from curvlab.report.write import write_report
 
 __all__ = [
     "DARK",
@@ -36,3 +40,26 @@ __all__ = [
     "residual_curves",
     "write_report",
 ]
+
+# Imported when first asked for: the terminal writes numbers by this package, and needs no matplotlib for it.
+_MODULES = {
+    "DARK": "theme",
+    "LIGHT": "theme",
+    "Look": "theme",
+    "Recommendation": "recommendation",
+    "Theme": "theme",
+    "recommend": "recommendation",
+    "write_report": "write",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module `curvlab.report` has no attribute `{name}`")
+    found = getattr(importlib.import_module(f"curvlab.report.{_MODULES.get(name, 'figures')}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

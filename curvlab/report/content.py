@@ -17,7 +17,7 @@ from curvlab.report.figures import (
 )
 from curvlab.report.figures.axes import pairs_of
 from curvlab.report.measures import CURVATURE, STEP, measure_of
-from curvlab.report.recommend import Recommendation, recommend
+from curvlab.report.recommendation import Recommendation, recommend
 from curvlab.report.tables import (
     Table,
     cell_table,
@@ -28,11 +28,12 @@ from curvlab.report.tables import (
 )
 from curvlab.report.theme import Look, Theme
 from curvlab.report.training import runs, settings_words
+from curvlab.studies.schema import extra_settings
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from curvlab.studies.comparison import Comparison
+    from curvlab.studies.compare.frames import Comparison
 
 __all__ = ["Answer", "Content", "Drawing", "Section", "content_of"]
 
@@ -135,9 +136,10 @@ def content_of(comparison: Comparison) -> Content:
 
 def _facts(config: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     """What was studied, in a line: the fields that tell one study from another, wherever they are nested."""
+    names = (*FACTS, *(one.name for one in extra_settings()))
     rows = mapping_table("", config).rows
     known = {row[0].text.rpartition(".")[2]: row[1].text for row in rows}
-    return tuple((name, known[name]) for name in FACTS if known.get(name))
+    return tuple((name, known[name]) for name in names if known.get(name))
 
 
 def _pareto(comparison: Comparison) -> Section:

@@ -14,7 +14,7 @@ import pandas as pd
 
 from curvlab.report.numbers import digits, second_words
 from curvlab.report.words import counted, listed, sentence
-from curvlab.studies.rates import RATES, rate_words
+from curvlab.studies.train.columns import RATES, rate_words
 
 __all__ = ["CLOSE", "Run", "leaders", "runs", "settings_words", "training_words"]
 
@@ -142,7 +142,7 @@ def _run(name: str, group: pd.DataFrame, budget: float) -> Run:
         seconds=_end(group),
         loss=_loss(group),
         loss_in_budget=_loss(within) if len(within) else math.nan,
-        settings=rate_words({name: float(group[name].iloc[0]) for name in RATES if name in group}),
+        settings=rate_words({one.name: float(group[one.name].iloc[0]) for one in RATES if one.name in group}),
     )
 
 

@@ -13,7 +13,7 @@ from curvlab.report.markdown import markdown_page
 from curvlab.report.theme import LIGHT
 
 if TYPE_CHECKING:
-    from curvlab.studies.comparison import Comparison
+    from curvlab.studies.compare.frames import Comparison
 
 __all__ = ["write_pages", "write_report"]
 

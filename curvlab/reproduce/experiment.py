@@ -1,16 +1,24 @@
-"""An experiment of the paper: its tasks at a scale, its frames, and the page that shows them.
+"""An experiment of the paper: its tasks at a scale, its frames, its claims, and the page that shows them.
 
 tasks     the pieces of work, each resumable by itself
 frames    what was measured, as tidy frames: the CSV files beside the page
+claims    what the paper says of them, and the rule by which a verdict is reached
 content   the page, with the paper's numbers or claims beside ours
+
+A task writes its rows to the store of its experiment's folder itself, because it may take an hour and must
+not lose what it has when it is interrupted. The store is safe to share between processes.
+
+Verdicts are computed from the frames by rules that stand beside them in words, so that a reader can disagree
+with the rule and not only with the result. Losses and times within five per cent of each other are level.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
 import pandas as pd
 
@@ -18,10 +26,105 @@ from curvlab.report.content import Answer, Content, Section
 from curvlab.report.tables import mapping_table
 from curvlab.report.theme import Look
 from curvlab.reproduce.subjects import Options
-from curvlab.reproduce.task import Task
-from curvlab.studies.store import Store
+from curvlab.studies.store import Row, Store
 
-__all__ = ["Experiment", "Outcome"]
+__all__ = [
+    "CLOSE",
+    "Claim",
+    "Experiment",
+    "ExperimentTask",
+    "Frames",
+    "Judgement",
+    "Outcome",
+    "Places",
+    "Row",
+    "Show",
+    "Verdict",
+    "rows_of",
+    "unmeasured",
+    "verdict_of",
+]
+
+
+def rows_of(frame: pd.DataFrame) -> Iterator[Any]:
+    """Each row as a named tuple; its fields are whatever the columns hold, which no type can say.
+
+    >>> [row.name for row in rows_of(pd.DataFrame({"name": ["a", "b"]}))]
+    ['a', 'b']
+    """
+    return frame.itertuples(index=False)
+
+
+Show = Callable[[float, str], None]
+"""Told the share of the task that is done, and what it is doing."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where a task writes: the folder of its experiment's store, and that of all training runs.
+
+    Experiments share runs: the same plan is trained once, whichever of them asks for it, unless the work is
+    done `fresh`: then a run that is there is set aside and trained again.
+    """
+
+    store: Path
+    runs: Path
+    fresh: bool = False
+
+
+class ExperimentTask(Protocol):
+    """A frozen, picklable piece of work."""
+
+    @property
+    def label(self) -> str:
+        """What to call it in progress and messages."""
+
+    def finished(self, store: Store) -> bool:
+        """Whether the store has all of its rows."""
+
+    def prepare(self) -> None:
+        """Load the data and build the model as `run` will, and keep nothing; raises what `run` would."""
+
+    def run(self, places: Places, show: Show) -> None:
+        """Bring the rows that are missing into the store."""
+
+
+Verdict = Literal["holds", "does not hold", "mixed", "not measured"]
+Frames = Mapping[str, pd.DataFrame]
+"""The frames of one experiment by name."""
+CLOSE = 0.05
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What was measured, in a sentence or two, and the verdict."""
+
+    measured: str
+    verdict: Verdict
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What the paper says, in our words, the rule of the verdict, and the function that applies it."""
+
+    says: str
+    rule: str
+    judge: Callable[[Frames], Judgement]
+
+
+def verdict_of(outcomes: Sequence[bool]) -> Verdict:
+    """Of the cases of a claim: all of them, some or none.
+
+    >>> verdict_of([True, False])
+    'mixed'
+    """
+    return "holds" if all(outcomes) else "mixed" if any(outcomes) else "does not hold"
+
+
+def unmeasured(reason: str = "Not measured here yet.") -> Judgement:
+    """Where the frames that a claim needs are not there."""
+    return Judgement(reason, "not measured")
+
 
 ENVIRONMENT = "environment"
 
@@ -49,7 +152,7 @@ class Experiment(ABC):
     title: str
 
     @abstractmethod
-    def tasks(self, options: Options) -> Sequence[Task]:
+    def tasks(self, options: Options) -> Sequence[ExperimentTask]:
         """The work, in the order it is done."""
 
     @abstractmethod

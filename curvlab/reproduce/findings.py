@@ -10,10 +10,8 @@ from curvlab.report.tables import Entry, Table
 from curvlab.report.theme import Look
 from curvlab.report.words import listed
 from curvlab.report.write import write_pages
-from curvlab.reproduce.claims import claims
-from curvlab.reproduce.experiment import Experiment
-from curvlab.reproduce.experiments import experiments
-from curvlab.reproduce.judgement import Claim, Frames, Judgement
+from curvlab.reproduce.experiment import Claim, Experiment, Frames, Judgement
+from curvlab.reproduce.experiments import claims, experiments
 from curvlab.reproduce.provenance import BANNER, Provenance
 from curvlab.reproduce.run import work_folder
 from curvlab.reproduce.subjects import Options

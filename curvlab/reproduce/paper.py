@@ -2,16 +2,16 @@
 
 Chen, Chou and Chang, "EA-CG: An Approximate Second-Order Method for Training Fully-Connected Neural
 Networks", AAAI 2019. The figures of the paper are images without numbers; its claims about them are in
-`curvlab.reproduce.claims`.
+`curvlab.reproduce.experiments`.
 """
 
 from __future__ import annotations
 
 from importlib import resources
+from typing import TYPE_CHECKING
 
-import pandas as pd
-
-from curvlab.studies.errors import TOTAL
+if TYPE_CHECKING:
+    import pandas as pd
 
 __all__ = ["GRID", "paper_errors"]
 
@@ -32,6 +32,10 @@ def paper_errors(table: str) -> pd.DataFrame:
     >>> frame[frame["layer"] == "Total"].set_index("provider")["error"].to_dict()
     {'fisher': 0.1535, 'gauss-newton': 0.0446, 'pch-1': 0.0402, 'pch-2': 0.033}
     """
+    import pandas as pd
+
+    from curvlab.studies.small.errors import TOTAL
+
     with resources.files("curvlab.reproduce").joinpath("paper_tables.csv").open(encoding="utf-8") as file:
         printed = pd.read_csv(file)
     found = printed[printed["table"] == table]

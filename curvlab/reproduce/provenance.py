@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from curvlab.measure.source import distinct_sources, mixed_sources
 from curvlab.report.content import Content
 from curvlab.report.words import listed
-from curvlab.reproduce.experiment import ENVIRONMENT
-from curvlab.reproduce.judgement import Frames
+from curvlab.reproduce.experiment import ENVIRONMENT, Frames
 from curvlab.reproduce.subjects import SMOKE, Options
 from curvlab.studies.store import Store, key_of
 

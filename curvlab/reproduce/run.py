@@ -19,11 +19,10 @@ from pathlib import Path
 from curvlab.files import write_text_atomic
 from curvlab.measure.environment import environment
 from curvlab.report.write import write_pages
-from curvlab.reproduce.experiment import ENVIRONMENT, Experiment, Outcome
+from curvlab.reproduce.experiment import ENVIRONMENT, Experiment, ExperimentTask, Outcome, Places, Show
 from curvlab.reproduce.experiments import experiment_named
 from curvlab.reproduce.provenance import Provenance, record_scale
 from curvlab.reproduce.subjects import Options
-from curvlab.reproduce.task import Places, Show, Task
 from curvlab.studies.executor import Place, place_of, run
 from curvlab.studies.run_lock import run_lock
 from curvlab.studies.spreadsheet import csv_text
@@ -102,7 +101,7 @@ def command_of(name: str, options: Options) -> str:
 
 
 def _carry_out(
-    pending: Sequence[Task], total: int, places: Places, place: Place, on_progress: Progress
+    pending: Sequence[ExperimentTask], total: int, places: Places, place: Place, on_progress: Progress
 ) -> None:
     done = total - len(pending)
     on_progress(done, total, "")
@@ -117,18 +116,18 @@ def _carry_out(
         on_progress(done, total, ended.argument.label)
 
 
-def _prepare(tasks: Sequence[Task], place: Place) -> None:
+def _prepare(tasks: Sequence[ExperimentTask], place: Place) -> None:
     """Prepare the tasks where they will run, and raise what would keep them from running."""
     for ended in run(_prepare_task, tasks, place):
         if ended.error is not None:
             raise ended.error
 
 
-def _prepare_task(task: Task) -> None:
+def _prepare_task(task: ExperimentTask) -> None:
     task.prepare()
 
 
-def _run(task: Task, places: Places, show: Show | None) -> None:
+def _run(task: ExperimentTask, places: Places, show: Show | None) -> None:
     task.run(places, show or (lambda share, label: None))
 
 

@@ -14,12 +14,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
-import torch
-
-from curvlab.criteria.registry import criterion_named
 from curvlab.exceptions import SpecError
-from curvlab.reproduce.grid.study import GridStudy
-from curvlab.studies.plateau import Plateau
+from curvlab.reproduce.grid_study import GridStudy
 from curvlab.studies.setup import Setup
 
 __all__ = ["SCALES", "SMOKE", "Options", "Role", "Scale", "subject", "uninformed"]
@@ -91,5 +87,10 @@ def uninformed(criterion: str) -> float:
     >>> round(uninformed("cross-entropy"), 4), round(uninformed("robust"), 4)
     (2.3026, 0.6225)
     """
+    import torch
+
+    from curvlab.criteria.registry import criterion_named
+    from curvlab.studies.train.plateau import Plateau
+
     labels, counts = torch.arange(CLASSES), torch.ones(CLASSES, dtype=torch.float64)
     return Plateau.of_classes(criterion_named(criterion), labels, counts, outputs=CLASSES).height

@@ -1,8 +1,6 @@
-"""Studies: each a function from a problem or a plan to a DataFrame."""
+"""Studies: the products that measure, each a package, with what they share beside them.
 
-from __future__ import annotations
-
-from curvlab.studies.bounds import bounds
-from curvlab.studies.errors import errors
-
-__all__ = ["bounds", "errors"]
+compare   every provider with every solver on one problem, as frames and a report
+train     one training run, checkpointed and resumed
+small     errors, bounds and plan: one function each, from a problem to a frame
+"""

@@ -2,63 +2,63 @@
 
 Everything a run depends on is a field, so that equal setups are equal values with one canonical form;
 what is left open is filled in by `resolve` (the architecture that fits the data, the device of `auto`).
+Torch and all that needs it is imported when something is resolved or built: help pages read the fields.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from typing import Any
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any
 
 from curvlab import imports
-from curvlab.architectures import FCNN, architecture, architectures
-from curvlab.criteria import Criterion
-from curvlab.criteria.registry import criteria, criterion_named
-from curvlab.data import Dataset, dataset, datasets
 from curvlab.exceptions import SpecError
-from curvlab.measure import device as devices
-from curvlab.problem import Problem
+from curvlab.studies.schema import setting, settings_of
 
-__all__ = ["Setup"]
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
-FITTING = {
-    "digits": "digits-fcnn",
-    "cifar10": "cifar10-fcnn",
-    "cifar10-224": "imagenet10-fcnn",
-    "imagenet10": "imagenet10-fcnn",
-    "image-folder": "imagenet10-fcnn",
-}
+    from curvlab.architectures import FCNN
+    from curvlab.criteria import Criterion
+    from curvlab.data import Dataset
+    from curvlab.problem import Problem
+
+__all__ = ["SETUP", "Setup"]
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What is studied: by name, or at an address `package.module:attribute` of the user's own.
+    """What is studied: by name, or at a user's own address `package.module:attribute`.
 
     >>> Setup(data="digits").resolve().arch
     'fcnn[activation=sigmoid,bias=true,init=xavier-uniform,widths=64-32-16-10]'
     """
 
-    arch: str | None = None
-    activation: str | None = None
-    model: str | None = None
-    data: str = "digits"
-    data_dir: str | None = None
-    criterion: str = "cross-entropy"
-    batch: int = 500
-    seed: int = 0
-    device: str = "auto"
-    dtype: str = "float32"
+    arch: str | None = setting(None, "Architecture: a name, or widths such as 64-32-16-10.")
+    activation: str | None = setting(
+        None, "Activation of the architecture: sigmoid, tanh, relu, …", metavar="NAME"
+    )
+    model: str | None = setting(None, "Your own model, or a function that builds it.", metavar="MODULE:NAME")
+    data: str = setting("digits", "Data set, or MODULE:NAME of your own batches.")
+    data_dir: str | None = setting(
+        None, "Folder that holds the data set (also: CURVLAB_DATA).", metavar="DIR"
+    )
+    criterion: str = setting("cross-entropy", "Criterion, or MODULE:NAME.")
+    batch: int = setting(500, "Examples in a batch.", least=1)
+    seed: int = setting(0, "Seed of everything random.")
+    device: str = setting("auto", "auto, cpu, cuda, mps, …", metavar="NAME")
+    dtype: str = setting("float32", "Precision of the model and the data.", choices=("float32", "float64"))
 
     def resolve(self) -> Setup:
         """The same setup with every open choice made and every name in its canonical form."""
-        if self.dtype not in DTYPES:
-            raise SpecError(f"dtype `{self.dtype}` is not known; use one of {', '.join(DTYPES)}")
-        if self.batch < 1:
-            raise SpecError(f"batch={self.batch}: at least one example is needed")
+        from curvlab.architectures import architectures
+        from curvlab.criteria.registry import criteria
+        from curvlab.data import datasets
+        from curvlab.measure import device as devices
+
+        for one in SETUP:
+            one.check(getattr(self, one.name))
         self._check_model()
         data = self.data if imports.is_address(self.data) else datasets.canonical(self.data)
         criterion = (
@@ -79,7 +79,9 @@ class Setup:
             )
 
     def _architecture(self) -> FCNN:
-        name = self.arch or FITTING.get(self.data.partition("[")[0], "fcnn")
+        from curvlab.architectures import architecture
+
+        name = self.arch or self._fitting()
         found = architecture(name)
         if self.activation is not None:
             found = replace(found, activation=self.activation)
@@ -88,6 +90,12 @@ class Setup:
             found = replace(found, widths=(loaded.features, *found.widths[1:-1], loaded.outputs))
         return found
 
+    def _fitting(self) -> str:
+        """The name of the architecture that fits the data set: its own, or one by its widths."""
+        from curvlab.data import dataset
+
+        return "fcnn" if imports.is_address(self.data) else dataset(self.data).architecture
+
     def fields(self) -> dict[str, Any]:
         """The fields as plain values, for configuration files and keys."""
         return asdict(self)
@@ -95,7 +103,10 @@ class Setup:
     @property
     def torch_dtype(self) -> torch.dtype:
         """The dtype as torch names it."""
-        return DTYPES[self.dtype]
+        import torch
+
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
 
     def load_data(self) -> Dataset:
         """The data set by name, on the CPU (`Dataset.to` moves it); raises for a user's own data."""
@@ -103,6 +114,9 @@ class Setup:
             raise SpecError(
                 f"data `{self.data}` is a user's own batches, which have no training and test split"
             )
+        from curvlab.architectures import architecture
+        from curvlab.data import dataset
+
         found = dataset(self.data).load(seed=self.seed, data_dir=self.data_dir)
         reconstructs = (
             self.arch is not None
@@ -113,6 +127,10 @@ class Setup:
 
     def build_model(self) -> nn.Module:
         """The model: the named architecture from the seed, or the user's own."""
+        from torch import nn
+
+        from curvlab.measure import device as devices
+
         device, dtype = devices.resolve(self.device), self.torch_dtype
         if self.model is None:
             resolved = self if self.arch is not None else self.resolve()
@@ -126,12 +144,16 @@ class Setup:
 
     def build_criterion(self) -> Criterion:
         """The criterion by name, or the user's own function or loss."""
+        from curvlab.criteria.registry import criterion_named
+
         if imports.is_address(self.criterion):
             return criterion_named(imports.load(self.criterion, "criterion"))
         return criterion_named(self.criterion)
 
     def build_batches(self) -> tuple[Tensor, Tensor] | Iterable[Any]:
         """One training batch of `batch` examples, or the user's own batch or re-iterable of batches."""
+        from curvlab.measure import device as devices
+
         device, dtype = devices.resolve(self.device), self.torch_dtype
         if not imports.is_address(self.data):
             data = self.load_data()
@@ -143,8 +165,16 @@ class Setup:
 
     def build_problem(self) -> Problem:
         """The model, the criterion and the batch as a problem."""
+        from torch import Tensor
+
+        from curvlab.problem import Problem
+
         made = self.build_batches()
         model = self.build_model().eval()
         if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], Tensor):
             return Problem(model, self.build_criterion(), made[0], made[1])
         return Problem(model, self.build_criterion(), made)
+
+
+SETUP = settings_of(Setup)
+"""The settings that every command shares: what is studied."""

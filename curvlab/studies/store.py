@@ -20,22 +20,32 @@ from dataclasses import dataclass
 from hashlib import sha256
 from math import isfinite
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import pandas as pd
-import torch
+from typing import TYPE_CHECKING, Any
 
 from curvlab.exceptions import ResultsFolderError, StoreError
 from curvlab.files import append_bytes, locked, set_file_aside, write_text_atomic
 
-__all__ = ["Conflict", "Merged", "Problem", "Store", "key_of", "merge", "refuse_foreign_results"]
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = [
+    "BadLine",
+    "Conflict",
+    "Merged",
+    "Row",
+    "Store",
+    "identity_of",
+    "key_of",
+    "merge",
+    "refuse_foreign_results",
+]
 
 Row = dict[str, Any]
+"""A row of a store: a JSON object with a `key`."""
 
 
 @dataclass(frozen=True)
-class Problem:
+class BadLine:
     """A line of a store that could not be used: its number (from 1), why, and what it says."""
 
     line: int
@@ -61,7 +71,7 @@ class Store:
         self.folder = Path(folder)
         self.path = self.folder / "results.jsonl"
         self.rejected_path = self.folder / "results.rejected.jsonl"
-        self.problems: list[Problem] = []
+        self.bad_lines: list[BadLine] = []
         self._read_only, self._fresh = read_only, fresh
         self._rows: list[Row] = []
         self._keys: set[str] = set()
@@ -104,6 +114,8 @@ class Store:
 
     def frame(self, kind: str | None = None) -> pd.DataFrame:
         """The rows as a DataFrame; a field that a row lacks is missing there."""
+        import pandas as pd
+
         return pd.DataFrame(self.rows(kind))
 
     def __len__(self) -> int:
@@ -132,13 +144,13 @@ class Store:
     def _repair(self) -> None:
         """Move faulty lines aside, the rejected first: a crash in between doubles but never loses."""
         lines = _read(self.path)
-        _, problems = _parse(lines)
-        if not problems:
+        _, bad_lines = _parse(lines)
+        if not bad_lines:
             return
-        self._report(problems)
-        for problem in problems:
-            append_bytes(self.rejected_path, json.dumps(vars(problem)).encode() + b"\n")
-        faulty = {problem.line for problem in problems}
+        self._report(bad_lines)
+        for bad in bad_lines:
+            append_bytes(self.rejected_path, json.dumps(vars(bad)).encode() + b"\n")
+        faulty = {bad.line for bad in bad_lines}
         kept = [line for number, line in enumerate(lines, start=1) if number not in faulty]
         write_text_atomic(self.path, b"".join(kept).decode())
 
@@ -146,17 +158,17 @@ class Store:
         signature = _signature(self.path)
         if self._fresh or signature == self._signature:
             return
-        self._rows, problems = _parse(_read(self.path))
+        self._rows, bad_lines = _parse(_read(self.path))
         self._keys = {row["key"] for row in self._rows}
         if self._read_only:
-            self._report(problems)
+            self._report(bad_lines)
         self._signature = signature
 
-    def _report(self, problems: list[Problem]) -> None:
-        new = [problem for problem in problems if problem not in self.problems]
-        for problem in new:
-            warnings.warn(f"{self.path}, line {problem.line}: {problem.reason}; set aside", stacklevel=3)
-        self.problems.extend(new)
+    def _report(self, bad_lines: list[BadLine]) -> None:
+        new = [bad for bad in bad_lines if bad not in self.bad_lines]
+        for bad in new:
+            warnings.warn(f"{self.path}, line {bad.line}: {bad.reason}; set aside", stacklevel=3)
+        self.bad_lines.extend(new)
 
 
 def refuse_foreign_results(folder: Path) -> None:
@@ -219,11 +231,11 @@ def merge(folders: Iterable[str | Path], into: str | Path) -> Merged:
     """
     sources = [Store(folder, read_only=True) for folder in folders]
     target = Store(into)
-    seen = {_identity(row): row for row in reversed(target.rows())}
+    seen = {identity_of(row): row for row in reversed(target.rows())}
     added = doubles = 0
     conflicts = []
     for row in (row for source in sources for row in source.rows()):
-        kept = seen.setdefault(_identity(row), row)
+        kept = seen.setdefault(identity_of(row), row)
         if kept is row:
             target.append(row)
             added += 1
@@ -234,16 +246,19 @@ def merge(folders: Iterable[str | Path], into: str | Path) -> Merged:
     return Merged(added, doubles, conflicts)
 
 
-def _identity(row: Row) -> tuple[Any, ...]:
+def identity_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What a row is about: of two rows with one identity, the later has been measured again.
+
+    >>> identity_of({"kind": "cost", "key": "a1", "repetition": 2, "seconds": 0.5})
+    ('cost', 'a1', 2)
+    """
     return row.get("kind"), row["key"], row.get("repetition")
 
 
 def _plain(value: Any, non_finite: Any) -> Any:
     """`value` in JSON's own types; `non_finite` is None, or names a non-finite number (`str`)."""
-    if isinstance(value, (np.generic, np.ndarray)):
+    if hasattr(value, "tolist"):  # scalars and arrays of numpy, tensors of torch
         value = value.tolist()
-    elif isinstance(value, torch.Tensor):
-        value = value.detach().tolist()
     if isinstance(value, Mapping):
         return {str(key): _plain(item, non_finite) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -268,16 +283,16 @@ def _read(path: Path) -> list[bytes]:
         raise StoreError(f"cannot read {path}: {error.strerror}") from error
 
 
-def _parse(lines: list[bytes]) -> tuple[list[Row], list[Problem]]:
+def _parse(lines: list[bytes]) -> tuple[list[Row], list[BadLine]]:
     rows: list[Row] = []
-    problems: list[Problem] = []
+    bad_lines: list[BadLine] = []
     for number, line in enumerate(lines, start=1):
         try:
             rows.append(_row(line))
         except (ValueError, RecursionError) as error:
             text = line.rstrip(b"\n").decode(errors="backslashreplace")
-            problems.append(Problem(number, str(error), text))
-    return rows, problems
+            bad_lines.append(BadLine(number, str(error), text))
+    return rows, bad_lines
 
 
 def _row(line: bytes) -> Row:

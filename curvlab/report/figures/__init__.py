@@ -7,7 +7,7 @@ which `.get_figure()` gives) and an optional `Look` (shared colours, light or da
 from __future__ import annotations
 
 from curvlab.report.figures.bars import cost_bars, memory_bars
-from curvlab.report.figures.curves import convergence_curves, residual_curves
+from curvlab.report.figures.curves import convergence_curves, learning_curve, residual_curves
 from curvlab.report.figures.heatmap import error_heatmap
 from curvlab.report.figures.scatter import pareto_scatter
 
@@ -15,6 +15,7 @@ __all__ = [
     "convergence_curves",
     "cost_bars",
     "error_heatmap",
+    "learning_curve",
     "memory_bars",
     "pareto_scatter",
     "residual_curves",

@@ -8,16 +8,27 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 from matplotlib.artist import Artist
+from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from curvlab.report.figures.axes import dress, empty, get_axes, handles, legend, log_axis, look_of, shorten
+from curvlab.report.figures.axes import (
+    FONT,
+    dress,
+    empty,
+    get_axes,
+    handles,
+    legend,
+    log_axis,
+    look_of,
+    shorten,
+)
 from curvlab.report.theme import LINES, Look
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["convergence_curves", "residual_curves"]
+__all__ = ["convergence_curves", "learning_curve", "residual_curves"]
 
 SIZE = (5.0, 4.2)
 COLUMNS = 3  # of the legend, below: curves stand in pairs, and a legend beside them would halve them
@@ -66,6 +77,25 @@ def convergence_curves(
     second_order = handles(look, _ordered(pairs, "provider"), _ordered(pairs, "solver"), lines=True)
     legend(ax, look, second_order + baselines, columns=COLUMNS)
     return ax
+
+
+def learning_curve(run: pd.DataFrame, title: str = "") -> Axes:
+    """Four panels of one run: training loss and test accuracy (or loss) by epoch and by time.
+
+    >>> frame = pd.DataFrame({"optimizer": "sgd", "provider": "", "solver": "", "epoch": [0, 1],
+    ...     "seconds": [0.0, 0.4], "train_loss": [2.3, 1.1], "test_loss": [2.3, 1.2], "test_accuracy": 0.5})
+    >>> [panel.get_ylabel() for panel in learning_curve(frame).get_figure().axes]
+    ['training loss', 'training loss', 'test accuracy', 'test accuracy']
+    """
+    tested = "test_accuracy" if np.isfinite(run["test_accuracy"].astype(float)).any() else "test_loss"
+    figure = Figure(figsize=(2 * SIZE[0], 2 * SIZE[1]), layout="constrained")
+    figure.suptitle(title, fontsize=FONT + 1, parse_math=False)
+    measures = [(measure, against) for measure in ("train_loss", tested) for against in ("epoch", "seconds")]
+    panels = list(figure.subplots(2, 2).flat)
+    for axes, (measure, against) in zip(panels, measures, strict=True):
+        convergence_curves(run, axes, against=against, measure=measure)
+    first: Axes = panels[0]
+    return first
 
 
 def residual_curves(traces: pd.DataFrame, ax: Axes | None = None, look: Look | None = None) -> Axes:

@@ -1,1 +1,0 @@
-"""The figures: training loss and test accuracy by epochs and by time."""

@@ -1,1 +1,0 @@
-"""The grid search as a study file."""

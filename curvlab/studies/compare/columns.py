@@ -1,0 +1,132 @@
+"""The columns of a comparison's frames: their names, kinds and heads, written once.
+
+Frames, results.csv, the terminal's table, the page and the Markdown file are made from these; see `Column`.
+"""
+
+from __future__ import annotations
+
+from curvlab.studies.schema import Column, extra_columns
+from curvlab.studies.train.columns import EPOCH, RATES
+
+__all__ = [
+    "BLOCKS",
+    "CELLS",
+    "CONVERGENCE",
+    "ERRORS",
+    "LEFT_OUT",
+    "PHASES",
+    "REPETITIONS",
+    "TRACES",
+    "cell_columns",
+]
+
+PHASES = ("estimate", "prepare", "apply")
+PAIR = (
+    Column("provider", "text", "provider", short="Provider"),
+    Column("solver", "text", "solver", short="Solver"),
+)
+STATUS = Column("status", "text", "status")
+OF_BIASES = "bias blocks, from |H|"
+
+
+def _seconds(phase: str, short: str = "") -> tuple[Column, Column]:
+    """The median of a phase over the repetitions, and its interquartile range."""
+    spread = Column(f"{phase}_iqr", "seconds")
+    median = Column(
+        f"{phase}_seconds", "seconds", phase, short=short, spread=spread.name, unit_of="total_seconds"
+    )
+    return median, spread
+
+
+def _bytes(name: str, heading: str, short: str = "") -> Column:
+    return Column(name, "bytes", heading, short=short, unit_of="peak_bytes")
+
+
+CELLS = (
+    *PAIR,
+    STATUS,
+    Column("message", "text"),
+    Column("error_total", "number", "error", covers=OF_BIASES),
+    Column(
+        "error_relative",
+        "percent",
+        "relative error",
+        short="vs |H|",
+        covers=OF_BIASES,
+        legend="vs |H|: how far the provider's bias blocks are from those of the absolute Hessian, "
+        "‖B − |H|‖ / ‖|H|‖ (the paper's error; the same for every solver; of `hessian` itself no error but "
+        "negative curvature).",
+    ),
+    Column(
+        "distance",
+        "percent",
+        "distance to the Newton step",
+        short="Step",
+        legend="Step: how far the pair's step is from the exact damped Newton step, ‖d − n‖ / ‖n‖.",
+    ),
+    Column("cosine", "number", "cosine to the Newton step"),
+    Column("newton_reason", "text"),
+    Column("zero_step", "flag"),
+    *_seconds("total", short="Time"),
+    *(column for phase in PHASES for column in _seconds(phase)),
+    _bytes("peak_bytes", "peak", short="Peak"),
+    _bytes("planned_bytes", "planned"),
+    _bytes("held_bytes", "held"),
+    Column("flops", "operations", "operations"),
+    Column("iterations", "count", "iterations"),
+    Column("residual", "number", "residual"),
+    Column("residual_full", "number", "residual, full input factor"),
+    Column("route", "text", "route"),
+)
+"""One row per provider and solver."""
+
+LEFT_OUT = (*PAIR, STATUS, Column("message", "text", "reason"))
+"""The pairs without a result, as the page lists them."""
+
+REPETITIONS = (
+    *PAIR,
+    Column("repetition", "count"),
+    *(Column(f"{phase}_seconds", "seconds") for phase in PHASES),
+)
+"""One row per pair and repetition."""
+
+ERRORS = (
+    Column("layer", "label", "layer"),
+    Column("layer_name", "text", "name"),
+    PAIR[0],
+    Column("error", "number", "error ‖B̃ − |B|‖"),
+    Column("relative", "percent", "relative to ‖|B|‖"),
+)
+"""One row per provider and layer, and one whose layer is "Total"."""
+
+TRACES = (*PAIR, Column("block", "text"), Column("iteration", "count"), Column("residual"))
+"""One row per pair, block and iteration of the solver."""
+
+BLOCKS = (
+    *PAIR,
+    Column("block", "text"),
+    STATUS,
+    Column("iterations", "count"),
+    Column("residual"),
+    Column("residual_full"),
+    Column("rank", "count"),
+    Column("route", "text"),
+    Column("cosine"),
+    Column("distance", "percent"),
+    Column("newton_reason", "text"),
+)
+"""One row per pair and block."""
+
+CONVERGENCE = (
+    Column("optimizer", "text", "optimizer", short="Optimizer"),
+    Column("provider", "text"),
+    Column("solver", "text"),
+    *RATES,
+    *EPOCH,
+)
+"""One row per optimizer and epoch."""
+
+
+def cell_columns() -> tuple[Column, ...]:
+    """The columns of a cell: curvlab's own, then those that others have registered."""
+    return (*CELLS, *extra_columns())

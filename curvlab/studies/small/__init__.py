@@ -1,0 +1,1 @@
+"""Studies of one function each: `errors`, `bounds` and `plan`."""

@@ -1,0 +1,171 @@
+"""`plan`: what a comparison would take, predicted without its memory.
+
+Providers and solvers run as they are, on fake tensors, under the same counters that measure real ones: the
+bytes and operations are those of the code, and agree with the measured ones byte for byte. Two forms of
+each solver are planned: the sample-space form that curvlab runs by default, and the textbook's, which
+forms E[hhᵀ] and the dense gradient. Iterative solvers run all their iterations: nothing converges on
+tensors without values.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from curvlab import defaults
+from curvlab.exceptions import SpecError
+from curvlab.problem import Problem
+from curvlab.providers import Provider
+from curvlab.solvers import Solver
+from curvlab.solvers.registry import solvers as solver_registry
+from curvlab.studies.compare.measurements import failure
+from curvlab.studies.compare.resources import Pair, usage
+from curvlab.studies.compare.settings import Settings
+from curvlab.studies.compare.tasks import labels
+from curvlab.studies.executor import Place, run
+from curvlab.studies.setup import Setup
+from curvlab.studies.small.fake_problem import fake_problem
+from curvlab.studies.store import Row
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["FORMS", "bytes_of", "plan", "run_plan"]
+
+FORMS = defaults.PLAN_FORMS
+COLUMNS = [
+    "provider",
+    "solver",
+    "form",
+    "status",
+    "message",
+    "peak_bytes",
+    "held_bytes",
+    "flops",
+    "largest",
+    "fits",
+]
+UNITS = {"": 1, "B": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("KMGTP", start=1)
+    for suffix, base in (("", 1000), ("B", 1000), ("IB", 1024))
+}
+
+
+def plan(
+    subject: Problem | Setup,
+    providers: Sequence[str | Provider] = defaults.PROVIDERS,
+    solvers: Sequence[str | Solver] = defaults.SOLVERS,
+    *,
+    alpha: float = defaults.ALPHA,
+    forms: Sequence[str] = FORMS,
+    memory: str | int | None = None,
+) -> pd.DataFrame:
+    """Predict the bytes and operations of every pair, one row a pair and form.
+
+    Args:
+        subject: a problem, or a setup by name: a named architecture needs no data.
+        providers: names or instances.
+        solvers: names or instances.
+        alpha: the damping.
+        forms: `"sample-space"`, `"textbook"` or both.
+        memory: bytes of the device, or text such as `"11GB"`: the column `fits` says whether each fits it.
+
+    >>> frame = plan(Setup(arch="9000-8-10", batch=100), ["fisher"], ["kfi"], memory="200MB")
+    >>> frame[["form", "fits"]].values.tolist()
+    [['sample-space', True], ['textbook', False]]
+    """
+    settings = Settings.of(subject, providers=tuple(providers), solvers=tuple(solvers), alpha=alpha)
+    return run_plan(settings, forms, memory=memory)
+
+
+def run_plan(
+    settings: Settings,
+    forms: Sequence[str] = FORMS,
+    *,
+    memory: str | int | None = None,
+    executor: str | Place | Executor = "serial",
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> pd.DataFrame:
+    """Carry out a plan whose settings are resolved; see `plan`."""
+    import pandas as pd
+
+    for form in forms:
+        if form not in FORMS:
+            raise SpecError(f"form `{form}` is not known; use {' or '.join(FORMS)}")
+    limit = None if memory is None else bytes_of(memory)
+    cells = [cell for pair in settings.pairs for form in forms if (cell := _cell(settings, *pair, form))]
+    rows: dict[int, Row] = {}
+    on_progress(0, len(cells))
+    for done in run(_run_cell, list(enumerate(cells)), executor):
+        index, cell = done.argument
+        row = done.result if done.result is not None else failure(cell.head, done.error)  # type: ignore[arg-type]
+        rows[index] = row | {
+            "fits": None if limit is None or "peak_bytes" not in row else row["peak_bytes"] <= limit
+        }
+        on_progress(len(rows), len(cells))
+    frame = pd.DataFrame([rows[index] for index in sorted(rows)], columns=COLUMNS)
+    return frame.astype({"peak_bytes": float, "held_bytes": float, "flops": float})
+
+
+@dataclass(frozen=True)
+class _Cell:
+    subject: Setup | Problem
+    pair: Pair
+    named: tuple[str, str]
+    form: str
+
+    @property
+    def head(self) -> Row:
+        """What the cell's row says of itself."""
+        provider, solver = self.named
+        return {"provider": provider, "solver": solver, "form": self.form}
+
+
+def _cell(settings: Settings, provider: Any, solver: Any, form: str) -> _Cell | None:
+    """A pair in one form; None where the solver has no such form."""
+    planned: Any = solver_registry.make(solver)
+    own = getattr(planned, "formulation", None)
+    if own is None or own == "explicit":
+        if (form == "textbook") != (own == "explicit"):
+            return None
+    else:
+        planned = replace(planned, formulation="explicit" if form == "textbook" else "reduced")
+    return _Cell(settings.subject, Pair(provider, planned, settings.alpha), labels(provider, solver), form)
+
+
+def _run_cell(indexed: tuple[int, _Cell]) -> Row:
+    _, cell = indexed
+    try:
+        with fake_problem(cell.subject) as problem:
+            used = usage(cell.pair, problem)
+    except Exception as error:
+        return failure(cell.head, error)
+    return cell.head | {
+        "status": "ok",
+        "message": "",
+        "peak_bytes": used.peak_bytes,
+        "held_bytes": used.held_bytes,
+        "flops": used.flops,
+        "largest": ""
+        if used.largest is None
+        else f"{'×'.join(map(str, used.largest.shape))} ({used.largest.operation})",
+    }
+
+
+def bytes_of(text: str | int) -> int:
+    """Bytes from text: decimal KB, MB, GB, TB, or binary KiB, MiB, GiB, TiB.
+
+    >>> bytes_of("11GB"), bytes_of("1.5 GiB")
+    (11000000000, 1610612736)
+    """
+    if isinstance(text, int):
+        return text
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    unit = UNITS.get(match.group(2).upper()) if match else None
+    if match is None or unit is None:
+        raise SpecError(f"memory `{text}` is not a number of bytes; write e.g. 11GB or 16GiB")
+    return int(float(match.group(1)) * unit)

@@ -1,0 +1,190 @@
+"""The folder of a training run: what it was, what it measured, and where it can go on.
+
+    config.toml  environment.json             the plan and what else the result depends on
+    results.jsonl  metrics.csv                one row per epoch
+    checkpoint.safetensors                    model, optimizer, position, random state, rows
+    learning-curve.png
+    previous-1/  previous-2/  …               runs that a fresh one has set aside, each as it was
+
+The checkpoint holds the rows too: whatever a kill kept from the other files is written on resuming. Nothing
+in the folder changes before the run has a checkpoint to write.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tomllib
+from pathlib import Path
+from typing import Any, Protocol
+
+import pandas as pd
+
+from curvlab import specs
+from curvlab.exceptions import SpecError, StoreError
+from curvlab.files import next_number, write_bytes_atomic, write_text_atomic
+from curvlab.measure.environment import environment
+from curvlab.studies.spreadsheet import csv_text
+from curvlab.studies.store import Row, Store, refuse_foreign_results
+from curvlab.studies.toml import read_toml, toml_text
+from curvlab.studies.train.checkpoint import read_checkpoint, write_checkpoint
+from curvlab.studies.train.columns import rate_words, rates_of
+from curvlab.studies.train.plan import TrainPlan
+
+__all__ = ["TrainFolder", "frame_of", "steps_in"]
+
+CHECKPOINT = "checkpoint.safetensors"
+DESCRIPTIONS = ("config.toml", "environment.json")
+# The checkpoint is the last to be set aside: as long as it is there it holds the rows of the others.
+OUTPUTS = (
+    "results.jsonl",
+    "results.rejected.jsonl",
+    "metrics.csv",
+    "learning-curve.png",
+    CHECKPOINT,
+)
+
+
+class Resumable(Protocol):
+    """What the folder keeps of a run: its rows, and its state as a tree that brings it back."""
+
+    rows: list[Row]
+
+    def state(self) -> dict[str, Any]:
+        """All that the run needs to go on."""
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` returned."""
+
+
+class TrainFolder:
+    """The output folder of one plan, whose lock the caller holds."""
+
+    def __init__(self, path: Path, plan: TrainPlan, fresh: bool = False) -> None:
+        self.plan = plan.resolve()
+        self.path = path
+        self.checkpoint = path / CHECKPOINT
+        self._fresh = fresh
+        self._store: Store | None = None
+        refuse_foreign_results(path)
+        found = self._read_config()
+        if fresh and found is not None:
+            self._check_training(found)
+        elif found is not None:
+            self._check_same(found)
+
+    def restore(self, run: Resumable) -> None:
+        """Bring a run to where the folder's checkpoint left it, unless there is none or it begins anew."""
+        if self.checkpoint.exists() and not self._fresh:
+            run.restore(read_checkpoint(self.checkpoint))
+            self._publish(run)
+
+    def save(self, run: Resumable) -> None:
+        """Write the run's state; rows that are new go to the other files."""
+        self._begin()
+        write_checkpoint(self.checkpoint, run.state())
+        self._publish(run)
+
+    def draw(self, run: Resumable) -> None:
+        """Draw the learning curve."""
+        from curvlab.report.drawing import png
+        from curvlab.report.figures import curves
+
+        label = f"{self.plan.labels()['optimizer']}\n{rate_words(rates_of(self.plan.optimizer))}"
+        drawn = curves.learning_curve(frame_of(run.rows), label)
+        write_bytes_atomic(self.path / "learning-curve.png", png(drawn, dots_per_inch=110))
+
+    def _begin(self) -> Store:
+        """The store, after an old run was set aside, if need be, and the new one's plan was written."""
+        if self._store is None:
+            if self._fresh:
+                self._set_aside()
+            store = Store(self.path)
+            write_text_atomic(self.path / "config.toml", toml_text(self.plan.canonical()))
+            described = environment(self.plan.setup.device)
+            write_text_atomic(self.path / "environment.json", json.dumps(described, indent=2) + "\n")
+            self._store = store
+        return self._store
+
+    def _set_aside(self) -> None:
+        """Move the run that is there to a numbered folder, in which it could be resumed."""
+        found = [name for name in OUTPUTS if _has_content(self.path / name)]
+        if not found:
+            return
+        try:
+            aside = self.path / f"previous-{next_number(self.path, 'previous-{}')}"
+            aside.mkdir()
+            for name in DESCRIPTIONS:
+                if (self.path / name).exists():
+                    shutil.copy2(self.path / name, aside / name)
+            for name in found:
+                (self.path / name).rename(aside / name)
+        except OSError as error:
+            raise StoreError(
+                f"cannot set aside the run in {self.path}: {error.strerror or error}. What was moved is in "
+                f"previous-…, the rest where it was"
+            ) from error
+
+    def _publish(self, run: Resumable) -> None:
+        store = self._begin()
+        known = store.keys()
+        new = [row for row in run.rows if row["key"] not in known]
+        for row in new:
+            store.append(row)
+        if new or not (self.path / "metrics.csv").exists():
+            write_text_atomic(self.path / "metrics.csv", csv_text(frame_of(run.rows)))
+
+    def _read_config(self) -> dict[str, Any] | None:
+        path = self.path / "config.toml"
+        try:
+            return read_toml(path) if path.exists() else None
+        except SpecError as error:
+            raise StoreError(f"{error}; choose another folder with -o") from error
+
+    def _check_same(self, found: dict[str, Any]) -> None:
+        wanted = _flat(tomllib.loads(toml_text(self.plan.identity())))
+        held = _flat(found)
+        if "epochs" not in wanted:
+            held.pop("epochs", None)
+        names = [n for n in sorted(wanted.keys() | held.keys()) if wanted.get(n) != held.get(n)]
+        if names:
+            differences = "; ".join(f"{n} is {_text(held, n)} there, {_text(wanted, n)} now" for n in names)
+            raise SpecError(
+                f"{self.path} holds a run with another configuration: {differences}. Choose another folder "
+                f"with -o, or begin anew there with --fresh"
+            )
+
+    def _check_training(self, found: dict[str, Any]) -> None:
+        if found.get("study") != "train":
+            raise SpecError(
+                f"{self.path} holds the results of another study, which --fresh of a training run does not "
+                f"set aside; choose another folder with -o"
+            )
+
+
+def _has_content(path: Path) -> bool:
+    return path.exists() and path.stat().st_size > 0
+
+
+def steps_in(folder: Path) -> int:
+    """How many steps the run of a folder has made by its checkpoint; 0 where there is none."""
+    path = folder / CHECKPOINT
+    return int(read_checkpoint(path)["steps"]) if path.exists() else 0
+
+
+def frame_of(rows: list[dict[str, Any]]) -> pd.DataFrame:
+    """One row per epoch, without the store's own fields."""
+    return pd.DataFrame(rows).drop(columns=["kind", "key"], errors="ignore")
+
+
+def _flat(fields: dict[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in fields.items():
+        if name == "optimizer":
+            value = {"name": (spec := specs.parse(value)).name, **spec.fields}
+        flat |= {f"{name}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {name: value}
+    return flat
+
+
+def _text(fields: dict[str, Any], name: str) -> str:
+    return f"`{fields[name]}`" if name in fields else "not set"

@@ -1,0 +1,292 @@
+"""Optimizers by name: `second-order[provider=…,solver=…]` and the baselines `sgd`, `adam`, `lbfgs`.
+
+A baseline is torch's own. Its gradient is backpropagated from the criterion's closed form,
+Σ c_i ∇ξ(h^k_i) / Σ c_i, which is what the second-order step uses too. Torch is imported when an optimizer is
+built: help pages and lists read the configurations alone.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from curvlab import defaults
+from curvlab.exceptions import SpecError
+from curvlab.registry import Registry
+from curvlab.studies.schema import setting
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from curvlab.criteria import Criterion
+    from curvlab.distributed.communicator import Communicator
+
+__all__ = [
+    "LBFGS",
+    "SGD",
+    "Adam",
+    "GradientSteps",
+    "OptimizerSpec",
+    "SecondOrderSpec",
+    "Stepper",
+    "check_rate",
+    "optimizers",
+]
+
+
+class Stepper(Protocol):
+    """What training needs of an optimizer."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups, each with its `lr`."""
+
+    def step(self, inputs: Any, targets: Tensor) -> Tensor:
+        """One step on a batch; returns the loss before it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resumed run needs."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a state."""
+
+
+class GradientSteps:
+    """A torch optimizer that reads `p.grad`, stepping on the batches of all ranks."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: nn.Module,
+        criterion: Criterion,
+        communicator: Communicator | None = None,
+    ) -> None:
+        from curvlab.distributed.communicator import LOCAL
+
+        self.optimizer, self.model, self.criterion = optimizer, model, criterion
+        self.communicator = communicator or LOCAL
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups."""
+        return self.optimizer.param_groups
+
+    def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """One step of the optimizer, which may ask for the loss several times; returns the first."""
+        losses: list[Tensor] = []
+
+        def closure() -> Tensor:
+            self.optimizer.zero_grad()
+            losses.append(self._backpropagate(inputs, targets))
+            return losses[-1]
+
+        self.optimizer.step(closure)  # type: ignore[arg-type]
+        self.optimizer.zero_grad()
+        return losses[0]
+
+    def _backpropagate(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        import torch
+
+        with torch.enable_grad():
+            logits = self.model(inputs)
+        values = logits.detach()
+        weights = self._row_weights(values, targets)
+        logits.backward(self.criterion.gradients(values, targets) * weights[:, None])
+        return self._reduce(weights @ self.criterion.losses(values, targets))
+
+    def _row_weights(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """c_i / Σ c_j, the sum over the rows of all ranks."""
+        from curvlab.measure import device
+        from curvlab.model.recording import AllWeightsZeroError
+
+        given = self.criterion.weights(logits, targets)
+        weights = logits.new_ones(len(logits)) if given is None else given
+        total = self.communicator.sum(weights.sum())
+        # Without weights the sum is the number of examples, and a batch has at least one.
+        if given is not None and device.readable(total) and not bool(total > 0):
+            raise AllWeightsZeroError
+        return weights / total
+
+    def _reduce(self, loss: Tensor) -> Tensor:
+        """Add up the gradients and the loss over all ranks, in one all-reduce."""
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        held = [loss, *(p.grad for p in parameters if p.grad is not None)]
+        total, *gradients = self.communicator.sums(held)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        return total
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's own."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a state."""
+        self.optimizer.load_state_dict(state_dict)
+
+
+@dataclass(frozen=True)
+class OptimizerSpec(ABC):
+    """An optimizer's configuration; its learning rate is a finite number above zero."""
+
+    def __post_init__(self) -> None:
+        check_rate(self.lr)
+
+    @property
+    @abstractmethod
+    def lr(self) -> float:
+        """The learning rate."""
+
+    @abstractmethod
+    def build(
+        self, model: nn.Module, criterion: Criterion, communicator: Communicator | None = None
+    ) -> Stepper:
+        """The optimizer for a model; each rank has rows of its own, and all take the same step."""
+
+    def labels(self, name: str) -> dict[str, str]:
+        """How result rows name it: `optimizer`, `provider` and `solver`."""
+        return {"optimizer": name, "provider": "", "solver": ""}
+
+    def resolve(self) -> OptimizerSpec:
+        """The same with every name in it in its canonical form."""
+        return self
+
+
+@dataclass(frozen=True)
+class SecondOrderSpec(OptimizerSpec):
+    """Any provider with any solver; see `curvlab.optim.SecondOrder`.
+
+    `adapt_every` is 0, or after how many steps Levenberg-Marquardt adapts alpha.
+    """
+
+    provider: str = setting(defaults.STEP_PROVIDER, "Curvature of the step.", flags=("-p", "--provider"))
+    solver: str = setting(defaults.STEP_SOLVER, "Solver of the step.", flags=("-s", "--solver"))
+    lr: float = setting(
+        defaults.STEP_LR, "Learning rate.", default_words=f"{defaults.STEP_LR:g}, or the baseline's own"
+    )
+    alpha: float = setting(defaults.STEP_ALPHA, "Damping, (1-α)C + αI.")
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    max_grad_norm: float | None = None
+    ema: float = 0.0
+    refresh_every: int = 1
+    adapt_every: int = 0
+
+    def build(
+        self, model: nn.Module, criterion: Criterion, communicator: Communicator | None = None
+    ) -> Stepper:
+        from curvlab.optim import LevenbergMarquardt, SecondOrder
+
+        return SecondOrder(
+            model,
+            criterion,
+            self.provider,
+            self.solver,
+            self.lr,
+            self.alpha,
+            momentum=self.momentum,
+            weight_decay=self.weight_decay,
+            max_grad_norm=self.max_grad_norm,
+            ema=self.ema,
+            refresh_every=self.refresh_every,
+            adapt=LevenbergMarquardt(every=self.adapt_every) if self.adapt_every else False,
+            process_group=None if communicator is None else communicator.process_group,
+        )
+
+    def labels(self, name: str) -> dict[str, str]:
+        label = f"{self.provider} + {self.solver}"
+        return {"optimizer": label, "provider": self.provider, "solver": self.solver}
+
+    def resolve(self) -> OptimizerSpec:
+        from curvlab.providers.registry import providers
+        from curvlab.solvers.registry import solvers
+
+        provider, solver = providers.canonical(self.provider), solvers.canonical(self.solver)
+        return replace(self, provider=provider, solver=solver)
+
+
+@dataclass(frozen=True)
+class SGD(OptimizerSpec):
+    """torch.optim.SGD with momentum: the paper's baseline."""
+
+    lr: float = 0.1
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    nesterov: bool = False
+
+    def build(
+        self, model: nn.Module, criterion: Criterion, communicator: Communicator | None = None
+    ) -> Stepper:
+        import torch
+
+        made = torch.optim.SGD(
+            model.parameters(),
+            self.lr,
+            self.momentum,
+            weight_decay=self.weight_decay,
+            nesterov=self.nesterov,
+        )
+        return GradientSteps(made, model, criterion, communicator)
+
+
+@dataclass(frozen=True)
+class Adam(OptimizerSpec):
+    """torch.optim.Adam; its weight decay is decoupled (AdamW)."""
+
+    lr: float = 0.001
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+    def build(
+        self, model: nn.Module, criterion: Criterion, communicator: Communicator | None = None
+    ) -> Stepper:
+        import torch
+
+        betas = (self.beta1, self.beta2)
+        made = torch.optim.AdamW(model.parameters(), self.lr, betas, self.eps, weight_decay=self.weight_decay)
+        return GradientSteps(made, model, criterion, communicator)
+
+
+@dataclass(frozen=True)
+class LBFGS(OptimizerSpec):
+    """torch.optim.LBFGS: `max_iter` iterations on every batch, with a strong-Wolfe line search."""
+
+    lr: float = 1.0
+    max_iter: int = 5
+    history_size: int = 10
+    line_search: bool = True
+
+    def build(
+        self, model: nn.Module, criterion: Criterion, communicator: Communicator | None = None
+    ) -> Stepper:
+        import torch
+
+        made = torch.optim.LBFGS(
+            model.parameters(),
+            self.lr,
+            self.max_iter,
+            history_size=self.history_size,
+            line_search_fn="strong_wolfe" if self.line_search else None,
+        )
+        return GradientSteps(made, model, criterion, communicator)
+
+
+def check_rate(lr: float) -> None:
+    """Raise `SpecError` unless the learning rate is a finite number above zero: else nothing would train.
+
+    >>> check_rate(0.1)
+    """
+    if not 0 < lr < math.inf:
+        raise SpecError(f"lr={lr}: a learning rate is a finite number above 0, such as 0.1")
+
+
+optimizers: Registry[OptimizerSpec] = Registry("optimizer")
+optimizers.register("second-order", SecondOrderSpec, "any provider with any solver")
+optimizers.register("sgd", SGD, "torch's SGD, momentum 0.9")
+optimizers.register("adam", Adam, "torch's Adam")
+optimizers.register("lbfgs", LBFGS, "torch's L-BFGS, a few iterations a batch")

@@ -1,0 +1,99 @@
+"""What a training run is: a setup, an optimizer, epochs and a schedule, as one value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from curvlab import specs
+from curvlab.exceptions import SpecError
+from curvlab.studies.schema import setting
+from curvlab.studies.setup import Setup
+from curvlab.studies.store import key_of
+from curvlab.studies.train.optimizers import OptimizerSpec, optimizers
+from curvlab.studies.train.schedules import Schedule, schedules
+
+__all__ = ["TRAIN_BATCH", "TrainPlan"]
+
+TRAIN_BATCH = 100
+"""Examples in a batch of `curvlab train`."""
+
+
+@dataclass(frozen=True)
+class TrainPlan:
+    """One training run; equal plans give equal runs, to the bit on the CPU.
+
+    Args:
+        setup: model, data, criterion, batch size, seed, device and dtype.
+        optimizer: `second-order[…]`, `sgd[…]`, `adam[…]` or `lbfgs[…]`.
+        epochs: passes over the training set.
+        schedule: `constant`, `cosine` or `steps[every=…,gamma=…]`.
+        evaluate_examples: at most this many training examples, drawn by the seed, for the training loss.
+
+    >>> TrainPlan(Setup(batch=100), "second-order[lr=0.2]", epochs=3).labels()["optimizer"]
+    'pch-1 + ea-cg'
+    """
+
+    setup: Setup = field(default_factory=lambda: Setup(batch=TRAIN_BATCH))
+    optimizer: str = setting(
+        "second-order", "second-order, sgd, adam or lbfgs, with fields: sgd[lr=0.05,momentum=0.9]."
+    )
+    epochs: int = setting(
+        10, "Passes over the training set; a larger number continues a finished run.", least=0
+    )
+    schedule: str = setting(
+        "constant", "constant, cosine or steps[every=10,gamma=0.1].", flags=("--lr-schedule",)
+    )
+    evaluate_examples: int = 10_000
+
+    def __post_init__(self) -> None:
+        if self.epochs < 0:
+            raise SpecError(f"epochs={self.epochs}: expected 0 (only evaluate) or more")
+        if self.evaluate_examples < 1:
+            raise SpecError(f"evaluate_examples={self.evaluate_examples}: expected 1 or more")
+
+    @cached_property
+    def spec(self) -> OptimizerSpec:
+        """The optimizer's configuration."""
+        return optimizers.make(self.optimizer)
+
+    @cached_property
+    def schedule_value(self) -> Schedule:
+        """The schedule."""
+        return schedules.make(self.schedule)
+
+    def resolve(self) -> TrainPlan:
+        """The same plan with every open choice of the setup made."""
+        return replace(self, setup=self.setup.resolve())
+
+    def labels(self) -> dict[str, str]:
+        """How result rows name the optimizer, its provider and its solver."""
+        return self.spec.labels(specs.parse(self.optimizer).name)
+
+    def canonical(self) -> dict[str, Any]:
+        """The plan as plain values in their one text form: what configuration files hold."""
+        return {
+            "study": "train",
+            "optimizer": optimizers.canonical(self.spec.resolve()),
+            "epochs": self.epochs,
+            "schedule": schedules.canonical(self.schedule_value),
+            "evaluate_examples": self.evaluate_examples,
+            "setup": self.setup.resolve().fields(),
+        }
+
+    def identity(self) -> dict[str, Any]:
+        """The canonical form without what does not change a run so far: how many epochs are to come."""
+        fields = self.canonical()
+        return (
+            fields if self.schedule_value.needs_total else {k: v for k, v in fields.items() if k != "epochs"}
+        )
+
+    @cached_property
+    def key(self) -> str:
+        """The hash of the plan's identity."""
+        return key_of(self.identity())
+
+    def row_key(self, epoch: int) -> str:
+        """The key of an epoch's row."""
+        return key_of({"plan": self.key, "epoch": epoch})
