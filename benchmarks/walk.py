@@ -4,10 +4,10 @@
 
 A walk is one call of a public name on a chain of three layers: `Problem(…)`, `estimate("pch-1")`,
 `solve("ea-cg")`, `curvlab compare` with one pair and `curvlab train` of one epoch, each in a process of its
-own, with the package imported as that call needs it. Counted are the functions and the files of the package
-that were entered (also by an import that happens on the way), the calls from one file into another, each as
-often as it happens, and the deepest nesting; a call that passes through torch belongs to the nearest caller
-in the package. Only public names are used, so that the same script measures any commit:
+own. It is made once before it is counted, with a problem of its own, so that imports are not counted. Counted
+are the functions and the files of the package that were entered, the calls from one file into another, each as
+often as it happens, and the deepest nesting; a call that passes through torch belongs to the nearest caller in
+the package. Only public names are used, so that the same script measures any commit:
 
     PYTHONPATH=<a checkout> python benchmarks/walk.py
 """
@@ -69,8 +69,10 @@ def _callers(frame: FrameType) -> list[str]:
     return found
 
 
-def walk(call: Callable[[], object]) -> Walk:
-    """Run `call` and count what it enters, in threads that it starts too."""
+def walk(make_call: Callable[[], Callable[[], object]]) -> Walk:
+    """Make the call once, then anew, and count what that enters, in threads that it starts too."""
+    make_call()()
+    call = make_call()
     seen = Walk()
     threading.setprofile(seen.profile)
     sys.setprofile(seen.profile)
@@ -150,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if unknown:
         parser.error(f"unknown walk {', '.join(unknown)}: expected some of {', '.join(WALKS)}")
     if chosen.here:
-        print(*(_line(name, walk(WALKS[name]()), chosen.files) for name in chosen.walks), sep="\n")
+        print(*(_line(name, walk(WALKS[name]), chosen.files) for name in chosen.walks), sep="\n")
         return
     print(f"{'walk':10} {'functions':>9} {'files':>6} {'file-to-file calls':>18} {'depth':>6}", flush=True)
     for name in chosen.walks or WALKS:

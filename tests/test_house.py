@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,85 +13,7 @@ import torch
 from torch import nn
 
 import curvlab
-
-PACKAGE = Path(curvlab.__file__).parent
-Graph = dict[str, set[str]]
-
-# A cycle that is allowed, as the set of its modules or packages, with the reason.
-ALLOWED_CYCLES: dict[frozenset[str], str] = {}
-# A command imports the studies when it is called, so that `--help` stays fast; nothing imports the commands.
-NOT_LOOKED_AT = "curvlab.cli"
-
-
-def module_files(package: Path = PACKAGE) -> dict[str, Path]:
-    """The package's modules by name; a package's name is that of its `__init__`."""
-    found = {}
-    for path in sorted(package.rglob("*.py")):
-        parts = path.relative_to(package.parent).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return {name: path for name, path in found.items() if not within(name, NOT_LOOKED_AT)}
-
-
-def within(name: str, package: str) -> bool:
-    return name == package or name.startswith(f"{package}.")
-
-
-def imports_of(source: str, known: Iterable[str]) -> Iterator[str]:
-    """The known modules that a source imports anywhere: at its top, in a function or for type checking."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module is not None and not node.level:
-            inner = [f"{node.module}.{alias.name}" for alias in node.names]
-            names = [name if name in known else node.module for name in inner]
-        else:
-            continue
-        yield from (name for name in names if name in known)
-
-
-def import_graph(files: Mapping[str, Path]) -> Graph:
-    """What each module imports; an import from another package also runs that package's `__init__`."""
-    graph: Graph = {}
-    for name, path in files.items():
-        found = set(imports_of(path.read_text(encoding="utf-8"), files))
-        parents = {p for target in found for p in packages_of(target) if not within(name, p)}
-        graph[name] = (found | parents) - {name}
-    return graph
-
-
-def packages_of(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:end]) for end in range(1, len(parts))]
-
-
-def rooms(graph: Graph) -> Graph:
-    """The same graph between the packages and modules directly below the root."""
-
-    def room(name: str) -> str:
-        return ".".join(name.split(".")[:2])
-
-    merged: Graph = {}
-    for name, targets in graph.items():
-        merged.setdefault(room(name), set()).update({room(t) for t in targets} - {room(name)})
-    return merged
-
-
-def cycles(graph: Graph) -> list[frozenset[str]]:
-    """The sets of nodes that reach each other."""
-    reached = {name: reachable(graph, name) for name in graph}
-    groups = {frozenset(b for b in reached[a] if a in reached[b]) for a in graph if a in reached[a]}
-    return sorted(groups, key=sorted)
-
-
-def reachable(graph: Graph, start: str) -> set[str]:
-    found: set[str] = set()
-    waiting = list(graph[start])
-    while waiting:
-        name = waiting.pop()
-        if name not in found:
-            found.add(name)
-            waiting += graph[name]
-    return found
+from tests.house import ALLOWED_CYCLES, PACKAGE, cycles, drawing, import_graph, map_in, module_files, rooms
 
 
 def test_a_cycle_through_an_import_in_a_function_is_found(tmp_path: Path) -> None:
@@ -120,6 +41,37 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
 def test_no_package_imports_itself_by_way_of_others() -> None:
     found = cycles(rooms(import_graph(module_files())))
     assert [sorted(cycle) for cycle in found if cycle not in ALLOWED_CYCLES] == []
+
+
+def test_the_map_shows_the_house_as_it_is() -> None:
+    found = map_in((PACKAGE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+    assert found == drawing(), "write it anew with: python -m tests.house"
+
+
+# What a room must not import, whatever else it may: data flows one way.
+FORBIDDEN = {
+    "linalg": {"*"},
+    "exceptions": {"*"},
+    "model": {"providers", "solvers", "optim", "studies", "report", "cli"},
+    "providers": {"solvers", "optim", "studies", "report", "cli"},
+    "curvature": {"providers", "solvers", "problem", "studies", "report", "cli"},
+    "solvers": {"providers", "optim", "studies", "report", "cli"},
+    "measure": {"providers", "solvers", "problem", "studies", "report", "cli"},
+    "optim": {"studies", "report", "cli"},
+    "report": {"reproduce", "cli"},
+    "studies": {"reproduce", "cli"},
+}
+
+
+@pytest.mark.parametrize("room", FORBIDDEN)
+def test_a_room_imports_in_the_allowed_direction_only(room: str) -> None:
+    imported = {
+        name.removeprefix("curvlab.") for name in rooms(import_graph(module_files()))[f"curvlab.{room}"]
+    }
+    imported.discard("curvlab")
+    assert imported & FORBIDDEN[room] == set()
+    if "*" in FORBIDDEN[room]:
+        assert imported == set()
 
 
 # Public attributes of the first release: each keeps working, or warns for one release before it goes.
