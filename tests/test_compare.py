@@ -86,6 +86,7 @@ def test_errors_in_the_store_equal_those_of_the_python_api(compared, folder):
     assert cell(compared, "fisher", "kfi")["error_relative"] == total["relative"]
 
 
+@pytest.mark.slow
 def test_bytes_and_operations_equal_those_of_usage_and_of_the_plan(compared):
     problem = TINY.build_problem()
     planned = plan(TINY, ["fisher", "pch-1"], ["kfi", SHORT], alpha=ALPHA, forms=["sample-space"])
@@ -197,6 +198,7 @@ def counted(*arguments, **options) -> tuple[int, Comparison]:
     return seen[-1], found
 
 
+@pytest.mark.slow
 def test_a_finished_comparison_is_not_run_again_and_more_repetitions_run_only_those(tmp_path):
     ask = (TINY, ["fisher"], ["kfi"])
     assert counted(*ask, repetitions=2, output=tmp_path)[0] == 4

@@ -107,6 +107,7 @@ def spoil(folder: Path, names: tuple[str, ...], text: str = TEXT) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+@pytest.mark.slow
 def test_the_files_of_a_comparison_have_no_formula_and_no_tag(tmp_path):
     compare(TINY, ["fisher", "pch-1"], ["kfi", "cg"], repetitions=1, epochs=1, output=tmp_path)
     (tmp_path / "config.toml").unlink()

@@ -46,6 +46,7 @@ def no_data(tmp_path: Path) -> list[str]:
     return ["--data", "cifar10", "--data-dir", str(tmp_path / "empty"), "--device", "cpu"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [COMPARE, TRAIN], ids=["compare", "train"])
 def test_fresh_runs_whose_data_cannot_be_loaded_change_no_file(words, no_data, tmp_path):
     folder = tmp_path / "run"
@@ -92,6 +93,7 @@ def test_a_fresh_comparison_without_workers_changes_no_file(tmp_path):
         assert contents(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_each_fresh_comparison_sets_the_rows_before_it_aside_under_a_new_number(tmp_path):
     held = []
     for run in range(4):

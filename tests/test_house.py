@@ -129,6 +129,7 @@ def test_old_names_of_a_problem_work_and_warn(instances: dict[str, object], name
 FILES_ENTERED = {"problem": 10, "estimate": 14}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("walk", FILES_ENTERED)
 def test_a_call_does_not_walk_through_more_files_than_it_should(walk: str) -> None:
     command = [sys.executable, "-m", "benchmarks.walk", walk, "--files"]

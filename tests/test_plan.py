@@ -50,6 +50,7 @@ def test_a_matrix_free_curvature_is_planned_as_it_is_measured():
         assert row["peak_bytes"] == usage(Pair(provider, solver, 0.05), problem).peak_bytes
 
 
+@pytest.mark.slow
 def test_a_problem_of_real_tensors_is_planned_like_its_setup():
     problem = DIGITS.build_problem()
     by_problem, by_setup = (plan(subject, ["pch-1"], ["kfi"]) for subject in (problem, DIGITS))

@@ -131,6 +131,7 @@ def test_a_run_that_stays_says_so_once_with_what_was_seen_and_what_to_try(stuck)
     assert set(stuck["status"]) == {"ok"}
 
 
+@pytest.mark.slow
 def test_a_run_that_leaves_says_nothing():
     frame = train(TrainPlan(Setup(data=DATA, batch=10, device="cpu"), epochs=4))
     assert frame["train_loss"].iloc[-1] < 1
@@ -144,6 +145,7 @@ def test_a_few_updates_are_no_stay():
     assert not any(frame["message"])
 
 
+@pytest.mark.slow
 def test_a_resumed_run_counts_on_and_says_the_same(stuck, tmp_path):
     for stop in (70, 1000):
         left = iter(range(stop))
@@ -173,6 +175,7 @@ def test_regression_is_watched_and_class_balance_is_not_suggested():
 WORDS = ["--arch", DEEP, "--data", DATA, "--batch", "10", "--device", "cpu"]
 
 
+@pytest.mark.slow
 def test_the_command_warns_at_the_end_whatever_it_prints_and_when_it_shows_a_finished_run(tmp_path):
     settings = ["--alpha", "1", "--lr", "0.1", "--epochs", "5"]  # α = 1: steps along the gradient
     for more in ([], ["--quiet"], ["--json"]):
@@ -197,6 +200,7 @@ def test_the_command_says_why_no_plateau_is_watched_for(tmp_path, monkeypatch):
     assert "No plateau is watched for: of this reason." in result.stderr
 
 
+@pytest.mark.slow
 def test_the_defaults_leave_the_plateau_of_a_deep_network():
     setup = Setup(arch="fcnn[widths=64-48-40-32-24-16-10]", batch=100, device="cpu")
     frame = train(TrainPlan(setup, epochs=10))

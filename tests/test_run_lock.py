@@ -104,6 +104,7 @@ def test_a_killed_holder_leaves_the_folder_usable(holder, tmp_path):
     assert not (tmp_path / "run" / ".run.json").exists()
 
 
+@pytest.mark.slow
 def test_train_beside_a_running_train_touches_nothing_and_works_again_when_that_was_killed(tmp_path):
     words = ["train", *SMALL, "--epochs", "3"]
     assert call("train", *SMALL, "--epochs", "1", "-o", tmp_path).exit_code == 0
@@ -151,6 +152,7 @@ def test_the_lock_holds_between_threads_and_one_thread_may_take_it_again(tmp_pat
     assert f"process {os.getpid()} (curvlab train)" in str(outcomes[1])
 
 
+@pytest.mark.slow
 @fork
 def test_reading_a_folder_needs_no_lock(tmp_path):
     compare(TINY, ["fisher"], ["kfi"], repetitions=1, output=tmp_path / "run")

@@ -211,6 +211,7 @@ def test_the_hash_covers_what_a_wheel_holds():
     assert {Path(pattern).suffix for pattern in patterns} | {".py"} == source.SUFFIXES
 
 
+@pytest.mark.slow
 def test_the_hash_is_not_computed_on_import_and_once_in_a_process():
     check = (
         "import curvlab, curvlab.studies.compare.run, curvlab.studies.train.run\n"
@@ -234,6 +235,7 @@ def measured(folder: Path) -> pd.DataFrame:
     return Store(folder, read_only=True).frame()
 
 
+@pytest.mark.slow
 def test_compare_measures_again_what_another_source_measured(tmp_path, as_source):
     as_source("a" * 16)
     compare(TINY, ["fisher"], ["kfi"], repetitions=1, epochs=1, output=tmp_path)
@@ -256,6 +258,7 @@ def test_compare_measures_again_what_another_source_measured(tmp_path, as_source
     assert len(shown.repetitions) == 1
 
 
+@pytest.mark.slow
 def test_compare_measures_again_what_does_not_say_its_source(tmp_path):
     """The rows of a curvlab that knew of no hash."""
     compare(TINY, ["fisher"], ["kfi"], repetitions=1, output=tmp_path)
@@ -298,6 +301,7 @@ def test_a_worker_with_another_source_measures_nothing(as_source):
         measurements._check_source(task)
 
 
+@pytest.mark.slow
 def test_train_goes_on_after_a_change_of_the_source_and_names_both(tmp_path, as_source):
     words = ["train", "--data", "digits[train=100,test=50]", "--batch", "50", "-o", str(tmp_path)]
     as_source("a" * 16)
@@ -314,6 +318,7 @@ def test_train_goes_on_after_a_change_of_the_source_and_names_both(tmp_path, as_
     assert pd.read_csv(tmp_path / "metrics.csv")["source"].tolist() == ["a" * 16] * 2 + ["b" * 16]
 
 
+@pytest.mark.slow
 def test_a_run_whose_first_rows_name_no_source_goes_on(tmp_path, as_source, monkeypatch):
     from curvlab.studies.train.run import TrainRun
 
@@ -353,6 +358,7 @@ def test_reproduce_goes_on_after_a_change_of_the_source_and_its_pages_name_both(
     assert epochs["source"].tolist() == ["a" * 16] * 2 + ["b" * 16] * 2
 
 
+@pytest.mark.slow
 def test_every_kind_of_row_that_reproduce_measures_names_its_source(tmp_path, monkeypatch, as_source):
     from curvlab.reproduce import error_tables as error_table
     from curvlab.reproduce import growth_table

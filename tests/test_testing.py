@@ -320,6 +320,7 @@ def _passes(check: Check) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_check_provider_tells_every_broken_promise_at_once() -> None:
     with pytest.raises(AssertionError) as failure:
         check_provider(Flawed("trace"), exempt={"precision"})
@@ -417,6 +418,7 @@ class Mistyped(Fisher):
     rate: int = 1
 
 
+@pytest.mark.slow
 def test_a_registered_provider_must_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(providers, "_entries", dict(providers._entries))
     providers.register("mistyped", Mistyped)
