@@ -60,7 +60,7 @@ def test_a_tiny_and_a_huge_loss_are_shown_with_their_digits(capsys):
     names = ("train_loss", "test_loss", "test_accuracy", "peak_bytes", "seconds")
     row = dict.fromkeys(names, float("nan")) | {"epoch": 1, "status": "ok", "seconds": 12345.6}
     _render(pd.DataFrame([row | {"train_loss": 1.234e-7, "test_loss": 9.87e12}]), Path(), False, False)
-    assert capsys.readouterr().out.split()[-6:] == ["12345.6", "1.23e-07", "9.87e+12", "–", "–", "ok"]
+    assert capsys.readouterr().out.split()[-6:] == ["12346", "1.234e-07", "9.870e+12", "–", "–", "ok"]
 
 
 def test_the_settings_of_the_run_are_told_and_that_they_were_not_tuned(tmp_path):
