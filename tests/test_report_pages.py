@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
+from xml.etree import ElementTree
 
 import matplotlib as mpl
 import numpy as np
@@ -31,6 +33,8 @@ from curvlab.report import (
     residual_curves,
     write_report,
 )
+from curvlab.report.drawing import svg
+from curvlab.report.theme import PAGE
 
 pytestmark = pytest.mark.slow
 
@@ -356,3 +360,32 @@ def test_colours_stand_out_from_the_paper(theme: Theme) -> None:
 
     assert min(contrast(colour) for colour in theme.series) > 2.7
     assert min(contrast(theme.ink), contrast(theme.muted)) > 4.5
+
+
+def test_a_drawing_keeps_every_letter_and_every_line_in_half_the_size() -> None:
+    look = Look.of_frames(cells(), theme=PAGE)
+    axes = cost_bars(cells(), look=look)
+    axes.set_title('font-family: serif; #010203 version="1" <b>', parse_math=False)
+    raw = io.StringIO()
+    with mpl.rc_context({"svg.fonttype": "none"}):
+        axes.get_figure().savefig(raw, format="svg", transparent=True)
+    page, own = ElementTree.fromstring(svg(axes, "time", "Time")), ElementTree.fromstring(raw.getvalue())
+
+    def texts(root: ElementTree.Element) -> list[str]:
+        return ["".join(e.itertext()) for e in root.iter() if e.tag.rpartition("}")[2] == "text"]
+
+    def strokes(root: ElementTree.Element) -> int:
+        return sum("stroke:" in e.get("style", "") for e in root.iter())
+
+    assert texts(page) == texts(own)
+    assert strokes(page) == strokes(own)
+    assert len(ElementTree.tostring(page)) < 0.55 * len(raw.getvalue())
+
+
+def test_the_page_has_each_figure_once_and_the_markdown_file_names_its_file(folder: Path) -> None:
+    page, text = (folder / "report.html").read_text(), (folder / "report.md").read_text()
+    figures = sorted(file.name for file in (folder / "figures").iterdir())
+    assert page.count("<svg ") == len(figures)
+    assert sorted(re.findall(r"\(figures/([^)]+)\)", text)) == figures
+    assert "data:image" not in text
+    assert "<svg" not in text

@@ -16,11 +16,12 @@ import torch
 from click.testing import CliRunner
 
 from curvlab.cli import main
-from curvlab.cli.train import COLUMNS, _render
+from curvlab.cli.train import _render
 from curvlab.studies.setup import Setup
 from curvlab.studies.train.checkpoint import read_checkpoint
 from curvlab.studies.train.run import TrainPlan, train
 
+HEADS = ["Epoch", "Seconds", "Train loss", "Test loss", "Accuracy", "Peak"]
 DATA = "digits[train=300,test=100]"
 SMALL = ["--data", DATA, "--batch", "50", "--device", "cpu"]
 
@@ -52,7 +53,7 @@ def test_the_table_fits_80_columns_and_says_where_the_run_is(tmp_path, monkeypat
 def test_the_table_has_the_units_and_the_style_of_the_other_commands(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     head, rule, *rows = run("--epochs", "1", "-o", str(tmp_path)).stdout.strip().splitlines()
-    assert re.split(" {2,}", head.strip()) == [*COLUMNS, "Status"]
+    assert re.split(" {2,}", head.strip()) == [*HEADS, "Status"]
     assert set(rule.strip()) == {"─"}
     assert [row.split()[0] for row in rows[:2]] == ["0", "1"]
     assert rows[1].split()[-2:] == ["kB", "ok"]
@@ -62,7 +63,7 @@ def test_a_tiny_and_a_huge_loss_are_shown_with_their_digits(capsys):
     names = ("train_loss", "test_loss", "test_accuracy", "peak_bytes", "seconds")
     row = dict.fromkeys(names, float("nan")) | {"epoch": 1, "status": "ok", "seconds": 12345.6}
     _render(pd.DataFrame([row | {"train_loss": 1.234e-7, "test_loss": 9.87e12}]), Path(), False, False)
-    assert capsys.readouterr().out.split()[-6:] == ["12345.6", "1.23e-07", "9.87e+12", "–", "–", "ok"]
+    assert capsys.readouterr().out.split()[-6:] == ["12346", "1.234e-07", "9.870e+12", "–", "–", "ok"]
 
 
 def test_the_settings_of_the_run_are_told_and_that_they_were_not_tuned(tmp_path):

@@ -2,7 +2,14 @@
 
 from curvlab.activations.base import Activation
 from curvlab.activations.elementwise import Elementwise, elementwise
-from curvlab.activations.lookup import FUNCTIONS, NAMES, activation_of, by_name, module_of
+from curvlab.activations.lookup import (
+    FUNCTIONS,
+    NAMES,
+    activation_of,
+    by_name,
+    module_of,
+    register_activation,
+)
 from curvlab.activations.piecewise_linear import (
     Hardsigmoid,
     Hardtanh,
@@ -36,4 +43,5 @@ __all__ = [
     "by_name",
     "elementwise",
     "module_of",
+    "register_activation",
 ]

@@ -10,13 +10,13 @@ from torch import nn
 from torch.nn import functional
 
 from curvlab.activations.base import Activation
-from curvlab.activations.elementwise import Elementwise
+from curvlab.activations.elementwise import Elementwise, elementwise
 from curvlab.activations.piecewise_linear import Hardsigmoid, Hardtanh, Identity, LeakyReLU, ReLU
 from curvlab.activations.smooth import ELU, GELU, Mish, Sigmoid, SiLU, Softplus, Tanh, TanhGELU
 from curvlab.measure.device import readable
 from curvlab.specs import unknown
 
-__all__ = ["FUNCTIONS", "NAMES", "activation_of", "by_name", "module_of"]
+__all__ = ["FUNCTIONS", "NAMES", "activation_of", "by_name", "module_of", "register_activation"]
 
 
 def activation_of(module: nn.Module) -> Activation | None:
@@ -50,8 +50,28 @@ def module_of(name: str) -> nn.Module:
     LeakyReLU(negative_slope=0.01)
     """
     if name not in NAMED:
-        raise unknown("activation", name, NAMES)
+        raise unknown("activation", name, NAMED)
     return NAMED[name]()
+
+
+def register_activation(
+    name: str, module: type[nn.Module], activation: Callable[[Any], Activation] | None = None
+) -> None:
+    """Let `name` stand for an element-wise module without parameters, also where a model holds such a module.
+
+    `activation` gives σ, σ' and σ'' for such a module; without it they are differentiated by `torch.func`.
+
+    >>> class Cube(nn.Module):
+    ...     def forward(self, z):
+    ...         return z**3
+    >>> register_activation("cube", Cube)
+    >>> z = torch.tensor([2.0])
+    >>> by_name("cube").first(z, z**3)
+    tensor([12.])
+    >>> del NAMED["cube"], MODULES[Cube]
+    """
+    NAMED[name] = module
+    MODULES[module] = activation or elementwise
 
 
 def _gelu(approximate: str = "none") -> Activation:

@@ -1,4 +1,7 @@
-"""Criteria by name: the registry behind `criterion="robust[delta=5]"` and `--criterion`."""
+"""Criteria by name: the registry behind `criterion="robust[delta=5]"` and `--criterion`.
+
+Other packages add theirs through the entry-point group `curvlab.criteria`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from curvlab.registry import Registry
 
 __all__ = ["criteria", "criterion_named"]
 
-criteria: Registry[Criterion] = Registry("criterion")
+criteria: Registry[Criterion] = Registry("criterion", "curvlab.criteria")
 criteria.register("cross-entropy", CrossEntropy)
 criteria.register("robust", Robust)
 criteria.register("mse", MSE)

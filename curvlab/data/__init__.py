@@ -1,5 +1,7 @@
 """Data sets by name: deterministic, standardised by their training set, with flattened inputs.
 
+Other packages add theirs through the entry-point group `curvlab.datasets`.
+
 >>> digits = dataset("digits[train=1000]").load(seed=0)
 >>> inputs, targets = next(iter(digits.batches(100, seed=0, epoch=0)))
 >>> inputs.shape, targets.dtype
@@ -38,7 +40,7 @@ __all__ = [
     "datasets",
 ]
 
-datasets: Registry[Source] = Registry("data set")
+datasets: Registry[Source] = Registry("data set", "curvlab.datasets")
 datasets.register("digits", Digits, "scikit-learn's 8×8 digits, embedded")
 datasets.register("cifar10", Cifar10, "CIFAR-10, downloaded once or from --data-dir")
 datasets.register("cifar10-224", Cifar10Enlarged, "CIFAR-10 enlarged to ImageNet's 224×224")

@@ -1,8 +1,9 @@
 """Where the cells of a study run: here in turn, in processes, on a Dask cluster, or in any `Executor`.
 
 A study hands over functions and their arguments and takes results as they finish, so that each is in the
-store before the next one is waited for. Other places to run are added to `executors`: a frozen dataclass
-whose `start()` gives an `Executor`. A worker process that dies has its cells run again in a new pool.
+store before the next one is waited for. Other places to run are added to `executors`, by other packages
+through the entry-point group `curvlab.executors`: a frozen dataclass whose `start()` gives an `Executor`. A
+worker process that dies has its cells run again in a new pool.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ class Given:
         return self.executor
 
 
-executors: Registry[Any] = Registry("executor")
+executors: Registry[Any] = Registry("executor", "curvlab.executors")
 executors.register("serial", Serial)
 executors.register("process", Process)
 executors.register("dask", Dask)
