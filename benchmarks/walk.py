@@ -4,10 +4,10 @@
 
 A walk is one call of a public name on a chain of three layers: `Problem(…)`, `estimate("pch-1")`,
 `solve("ea-cg")`, `curvlab compare` with one pair and `curvlab train` of one epoch, each in a process of its
-own. It is made once before it is counted, with a problem of its own, so that imports are not counted. Counted
-are the functions and the files of the package that were entered, the calls from one file into another, each as
-often as it happens, and the deepest nesting; a call that passes through torch belongs to the nearest caller in
-the package. Only public names are used, so that the same script measures any commit:
+own. It is made once before it is counted, with a problem of its own, so that imports are not counted.
+Counted are the functions and the files of the package that were entered, the calls from one file into
+another, each as often as it happens, and the deepest nesting; a call that passes through torch belongs to the
+nearest caller in the package. Only public names are used, so that the same script measures any commit:
 
     PYTHONPATH=<a checkout> python benchmarks/walk.py
 """

@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 
 from curvlab.cli import main
 from curvlab.exceptions import ExecutorError
+from curvlab.report.figures import learning_curve_png
 from curvlab.reproduce.error_trajectory import Sampling, Trajectory, errors_frame
 from curvlab.reproduce.experiment import Places
 from curvlab.studies.compare.run import compare, load_comparison
@@ -121,7 +122,10 @@ def test_each_fresh_training_run_sets_the_run_before_it_aside_whole(tmp_path):
         return TrainPlan(TINY, f"sgd[lr={lr}]", epochs=2)
 
     rates = (0.1, 0.2, 0.3)
-    frames = [train(plan(lr), tmp_path, fresh=lr > 0.1, draw=lr == 0.2) for lr in rates]
+    frames = []
+    for lr in rates:
+        draw = learning_curve_png if lr == 0.2 else None
+        frames.append(train(plan(lr), tmp_path, fresh=lr > 0.1, draw=draw))
     for number, lr in ((1, 0.1), (2, 0.2)):
         aside = tmp_path / f"previous-{number}"
         expected = {
@@ -132,17 +136,17 @@ def test_each_fresh_training_run_sets_the_run_before_it_aside_whole(tmp_path):
             "results.jsonl",
         }
         assert set(contents(aside)) == expected | ({"learning-curve.png"} if lr == 0.2 else set())
-        resumed = train(plan(lr), aside, draw=False)
+        resumed = train(plan(lr), aside)
         assert resumed["test_loss"].tolist() == frames[number - 1]["test_loss"].tolist()
     state = read_checkpoint(tmp_path / "checkpoint.safetensors")["model"]
-    train(plan(0.3), tmp_path / "alone", draw=False)
+    train(plan(0.3), tmp_path / "alone")
     alone = read_checkpoint(tmp_path / "alone" / "checkpoint.safetensors")["model"]
     assert all(torch.equal(state[name], alone[name]) for name in alone)
 
 
 def test_a_fresh_training_run_that_ends_before_its_first_checkpoint_changes_no_file(tmp_path):
     plan = TrainPlan(TINY, "sgd", epochs=2)
-    train(plan, tmp_path, draw=False)
+    train(plan, tmp_path)
     before = contents(tmp_path)
 
     def fail(progress: object) -> None:

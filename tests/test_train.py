@@ -112,7 +112,7 @@ def test_nothing_is_written_without_a_folder_and_no_random_state_is_used(tmp_pat
 
 
 def test_the_folder_holds_configuration_environment_rows_and_curve(tmp_path):
-    frame = train(small(), tmp_path)
+    frame = train(small(), tmp_path, draw=curves.learning_curve_png)
     config = tomllib.loads((tmp_path / "config.toml").read_text())
     assert config["setup"]["batch"] == 50
     assert json.loads((tmp_path / "environment.json").read_text())["device"] == "cpu"
@@ -131,7 +131,7 @@ def test_the_learning_curve_names_the_settings_it_was_run_with(tmp_path, monkeyp
         return drawn[-1].axes[0]
 
     monkeypatch.setattr(curves, "learning_curve", keep)
-    train(small("sgd[lr=0.03]", epochs=1), tmp_path)
+    train(small("sgd[lr=0.03]", epochs=1), tmp_path, draw=curves.learning_curve_png)
     (figure,) = drawn
     assert figure.get_suptitle() == "sgd\nlearning rate 0.03, momentum 0.9"
     assert [len(panel.lines) for panel in figure.axes] == [1, 1, 1, 1]

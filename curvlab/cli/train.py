@@ -94,11 +94,19 @@ def command(
                 on_progress=shown,
                 should_stop=stop.asked,
                 checkpoint_seconds=checkpoint_seconds,
+                draw=_learning_curve,
                 process_group=launch.process_group,
             )
     if launch.leads:
         _render(frame, folder, quiet, as_json)
         _finish(frame, plan, folder, quiet)
+
+
+def _learning_curve(frame: pd.DataFrame, title: str) -> bytes:
+    """The learning curve as a PNG file; what draws it is imported only now, at the end of the run."""
+    from curvlab.report.figures import learning_curve_png
+
+    return learning_curve_png(frame, title)
 
 
 def _plan(options: dict[str, Any]) -> TrainPlan:

@@ -73,7 +73,7 @@ class TrainingRun:
             show(min(done, 1.0), f"{self.label}, epoch {state.epoch} of {state.epochs}")
 
         folder = places.runs / self.plan.key
-        frame = train(self.plan, folder, fresh=places.fresh, on_progress=progress, draw=False)
+        frame = train(self.plan, folder, fresh=places.fresh, on_progress=progress)
         store = Store(places.store)
         setup = self.plan.setup
         head = {"kind": EPOCH, "plan": self.plan.key, "criterion": setup.criterion, "data": setup.data,

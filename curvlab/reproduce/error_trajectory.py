@@ -114,7 +114,6 @@ class Trajectory:
             on_progress=progress,
             observe=observer,
             should_stop=lambda: observer.step >= self.updates,
-            draw=False,
         )
         last = frame.iloc[-1]
         if not store.has(self.end_key):

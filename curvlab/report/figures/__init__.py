@@ -7,7 +7,12 @@ which `.get_figure()` gives) and an optional `Look` (shared colours, light or da
 from __future__ import annotations
 
 from curvlab.report.figures.bars import cost_bars, memory_bars
-from curvlab.report.figures.curves import convergence_curves, learning_curve, residual_curves
+from curvlab.report.figures.curves import (
+    convergence_curves,
+    learning_curve,
+    learning_curve_png,
+    residual_curves,
+)
 from curvlab.report.figures.heatmap import error_heatmap
 from curvlab.report.figures.scatter import pareto_scatter
 
@@ -16,6 +21,7 @@ __all__ = [
     "cost_bars",
     "error_heatmap",
     "learning_curve",
+    "learning_curve_png",
     "memory_bars",
     "pareto_scatter",
     "residual_curves",

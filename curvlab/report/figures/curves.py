@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
+from curvlab.report.drawing import png
 from curvlab.report.figures.axes import (
     FONT,
     dress,
@@ -28,7 +29,7 @@ from curvlab.report.theme import LINES, Look
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["convergence_curves", "learning_curve", "residual_curves"]
+__all__ = ["convergence_curves", "learning_curve", "learning_curve_png", "residual_curves"]
 
 SIZE = (5.0, 4.2)
 COLUMNS = 3  # of the legend, below: curves stand in pairs, and a legend beside them would halve them
@@ -163,3 +164,8 @@ def _text(group: pd.DataFrame, column: str) -> str:
 
 def _ordered(frame: pd.DataFrame, column: str) -> list[str]:
     return list(dict.fromkeys(frame[column].astype(str)))
+
+
+def learning_curve_png(run: pd.DataFrame, title: str) -> bytes:
+    """The learning curve of one run as a PNG file."""
+    return png(learning_curve(run, title), dots_per_inch=110)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import shutil
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -85,14 +86,10 @@ class TrainFolder:
         write_checkpoint(self.checkpoint, run.state())
         self._publish(run)
 
-    def draw(self, run: Resumable) -> None:
-        """Draw the learning curve."""
-        from curvlab.report.drawing import png
-        from curvlab.report.figures import curves
-
-        label = f"{self.plan.labels()['optimizer']}\n{rate_words(rates_of(self.plan.optimizer))}"
-        drawn = curves.learning_curve(frame_of(run.rows), label)
-        write_bytes_atomic(self.path / "learning-curve.png", png(drawn, dots_per_inch=110))
+    def draw(self, run: Resumable, draw: Callable[[pd.DataFrame, str], bytes]) -> None:
+        """Put the learning curve in the folder, as `draw` gives it from the frame and a title."""
+        title = f"{self.plan.labels()['optimizer']}\n{rate_words(rates_of(self.plan.optimizer))}"
+        write_bytes_atomic(self.path / "learning-curve.png", draw(frame_of(run.rows), title))
 
     def _begin(self) -> Store:
         """The store, after an old run was set aside, if need be, and the new one's plan was written."""

@@ -104,7 +104,7 @@ def train(
     should_stop: Callable[[], bool] = lambda: False,
     checkpoint_seconds: float = 60.0,
     checkpoint_steps: int | None = None,
-    draw: bool = True,
+    draw: Callable[[pd.DataFrame, str], bytes] | None = None,
     process_group: ProcessGroup | None = None,
 ) -> pd.DataFrame:
     """Train as `plan` says and return one row an epoch, the first of them before training.
@@ -119,7 +119,8 @@ def train(
         should_stop: asked after every step; a run that stops is checkpointed and can be resumed.
         checkpoint_seconds: checkpoint after this many seconds, and after every epoch.
         checkpoint_steps: checkpoint after this many steps too.
-        draw: draw the learning curve in the folder at the end.
+        draw: what draws the learning curve that is put in the folder at the end: from the frame and a title
+            to a PNG file, as `curvlab.report.figures.learning_curve_png` does; None for no curve.
         process_group: train on the ranks of this group, each on its part of every batch; all must make this
             call. The first rank alone has the folder. The run is the one that a single process makes of the
             plan, up to rounding, and any number of ranks may resume it.
@@ -137,8 +138,8 @@ def train(
         _restore(run, outputs)
         run.begin()
         _carry_out(run, outputs, on_progress, observe, should_stop, checkpoint_seconds, checkpoint_steps)
-        if outputs is not None and draw:
-            outputs.draw(run)
+        if outputs is not None and draw is not None:
+            outputs.draw(run, draw)
     return frame_of([row for row in run.rows if row["epoch"] <= plan.epochs])
 
 
