@@ -24,11 +24,12 @@ import torch
 from torch import Tensor, nn
 
 from curvlab.criteria import Criterion
-from curvlab.exceptions import NoRowsError, ProblemError
+from curvlab.exceptions import ProblemError
 from curvlab.linalg import GramFactor
 from curvlab.measure import device
 from curvlab.model.graph import Chain, Network
 from curvlab.model.layers import Layer
+from curvlab.model.terms import AllWeightsZeroError
 
 __all__ = [
     "AllWeightsZeroError",
@@ -218,13 +219,6 @@ class GraphRecording(Recording):
                 for v in cotangents
             ]
         return tuple(torch.stack(per_layer) for per_layer in zip(*draws, strict=True))
-
-
-class AllWeightsZeroError(NoRowsError):
-    """A batch of which no example counts; a stream goes on without it."""
-
-    def __init__(self) -> None:
-        super().__init__("every example has weight 0 (ignore_index or class weights): no mean exists")
 
 
 def record(

@@ -1,0 +1,266 @@
+"""Chains: Linear layers with an element-wise activation between each and the next.
+
+    h⁰ = x,   z^t = W^t h^{t-1} + b^t,   h^t = σ_t(z^t) for t < k,   logits h^k = z^k
+
+A chain is read while the model's own forward runs: the reader follows the input through the functions that
+are really called and keeps each h^t and z^t it meets. Nothing is traced symbolically, so what is read is what
+was computed, for this batch; a forward that computes something else for the next one is read as that.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from curvlab.activations import FUNCTIONS, Activation, Identity, LeakyReLU, activation_of, elementwise
+from curvlab.exceptions import ProblemError
+from curvlab.measure import device
+
+__all__ = ["ChainLayer", "ChainReader", "ReadChain"]
+
+FLATTENS = frozenset({torch.flatten, Tensor.flatten, torch.reshape, Tensor.reshape, Tensor.view})
+COPIES = frozenset({Tensor.contiguous, Tensor.clone, torch.clone, Tensor.to, Tensor.float, Tensor.double})
+DROPOUTS = frozenset({F.dropout, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout})
+PRELU = frozenset({F.prelu, torch.prelu, Tensor.prelu})
+ACTIVATIONS: dict[Callable[..., Any], Callable[..., Activation]] = {
+    getattr(Tensor, function) if isinstance(function, str) else function: factory
+    for function, factory in FUNCTIONS.items()
+}
+
+
+@dataclass(frozen=True, eq=False)
+class ChainLayer:
+    """One Linear layer of a chain as a batch saw it: h^{t-1}, z^t and the parameters' tensors."""
+
+    weight: Tensor
+    bias: Tensor | None
+    inputs: Tensor
+    preactivation: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class ReadChain:
+    """What a forward computed for one batch: its layers and the activations between them."""
+
+    layers: tuple[ChainLayer, ...] = ()
+    activations: tuple[Activation, ...] = ()
+    pending: Activation | None = None
+
+    def linear(self, layer: ChainLayer) -> ReadChain:
+        """The chain with one more layer, after the pending activation."""
+        between = (self.pending or Identity(),) if self.layers else ()
+        return ReadChain((*self.layers, layer), (*self.activations, *between))
+
+    def activated(self, activation: Activation, before: Tensor) -> ReadChain:
+        """The chain with an activation of `before`, the last layer's output as it was."""
+        last = replace(self.layers[-1], preactivation=before)
+        return ReadChain((*self.layers[:-1], last), self.activations, activation)
+
+
+class ChainReader:
+    """Follows `inputs` through the functions of a forward, as long as they are links of a chain.
+
+    `weights` are the parameters that may be a layer's weight, by identity. `modules` are the model's own:
+    element-wise ones that are made of several functions are taken as one activation.
+    """
+
+    def __init__(self, inputs: Tensor, weights: Mapping[int, Tensor | None], model: nn.Module) -> None:
+        self._weights = weights
+        self._model = model
+        self._thread = threading.get_ident()
+        self._found: dict[int, tuple[Tensor, int, ReadChain]] = {}
+        self.resting = False
+        self.why_not = "its forward calls no Linear layer on its input"
+        self.unknown_activations = False
+        self.last_linear: tuple[Tensor, Tensor] | None = None
+        self._keep(inputs, ReadChain())
+
+    def _keep(self, tensor: Tensor, chain: ReadChain) -> None:
+        self._found[id(tensor)] = (tensor, tensor._version, chain)
+
+    def _chain_of(self, tensor: Any) -> ReadChain | None:
+        found = self._found.get(id(tensor)) if isinstance(tensor, Tensor) else None
+        if found is None or found[0]._version != found[1]:
+            return None
+        return found[2]
+
+    def before(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Tensor | None:
+        """A copy of what an in-place activation is about to overwrite; None where nothing is."""
+        if func is F.linear and len(args) > 1:
+            self.last_linear = (args[0], args[1])
+        if func not in ACTIVATIONS or not args or self._chain_of(args[0]) is None:
+            return None
+        in_place = kwargs.get("inplace", False) or getattr(func, "__name__", "").endswith("_")
+        positional = func in (F.relu, F.silu, F.elu, F.leaky_relu) and True in args[1:]
+        return args[0].clone() if in_place or positional else None
+
+    def follow(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+        before: Tensor | None = None,
+    ) -> None:
+        """Look at one call of the forward, after it was made."""
+        if self.resting or not isinstance(output, Tensor):
+            return
+        given = args[0] if args else kwargs.get("input", kwargs.get("self"))
+        held = self._found.get(id(given))
+        if held is None or not isinstance(given, Tensor):
+            return
+        if before is None and held[0]._version != held[1]:
+            name = getattr(func, "__name__", str(func))
+            self.why_not = f"its forward calls `{name}`, which overwrites what a Linear layer gave"
+            del self._found[id(given)]
+            return
+        chain = self._step(func, args, kwargs, output, held[2], given, before)
+        if isinstance(chain, ReadChain):
+            self._keep(output, chain)
+        else:
+            self.why_not = chain
+            if output is given:
+                del self._found[id(given)]
+
+    def _step(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Tensor,
+        chain: ReadChain,
+        given: Tensor,
+        before: Tensor | None,
+    ) -> ReadChain | str:
+        name = getattr(func, "__name__", str(func))
+        if func is F.linear:
+            return self._linear(chain, output, given, *args[1:], **_without(kwargs, "input"))
+        if func in FLATTENS:
+            plain = output.ndim == 2 and len(output) == len(given)
+            return chain if plain else f"its forward calls `{name}`, which is no plain flattening"
+        if func in COPIES and (output.dtype, output.device) == (given.dtype, given.device):
+            return chain
+        if func in DROPOUTS:
+            dropped = dict(zip(("p", "training"), args[1:], strict=False)) | kwargs
+            random = dropped.get("training", True) and dropped.get("p", 0.5) != 0
+            return f"its forward calls `{name}` in training mode" if random else chain
+        activation = self._activation(func, args, kwargs)
+        if activation is None:
+            return f"its forward calls `{name}`, which is no element-wise activation known to curvlab"
+        return self._activated(chain, activation, given if before is None else before)
+
+    def _linear(
+        self, chain: ReadChain, output: Tensor, given: Tensor, weight: Tensor, bias: Tensor | None = None
+    ) -> ReadChain | str:
+        if id(weight) not in self._weights or self._weights[id(weight)] is not bias:
+            return "a Linear layer is called with a weight or bias that is not its own parameter"
+        if given.ndim != 2:
+            return f"a Linear layer sees inputs of shape {tuple(given.shape)}, several positions per example"
+        if any(layer.weight is weight for layer in chain.layers):
+            return "a Linear layer is used twice"
+        return chain.linear(ChainLayer(weight, bias, given, output))
+
+    def _activation(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Activation | None:
+        if func in PRELU:
+            slope = args[1] if len(args) > 1 else kwargs["weight"]
+            fixed = slope.numel() == 1 and not slope.requires_grad and device.readable(slope)
+            return LeakyReLU(float(slope)) if fixed else None
+        settings = (*args[1:], *kwargs.values())
+        if func not in ACTIVATIONS or any(isinstance(setting, Tensor) for setting in settings):
+            return None
+        try:
+            return ACTIVATIONS[func](*args[1:], **_without(kwargs, "input"))
+        except (TypeError, ValueError):
+            return None
+
+    def _activated(self, chain: ReadChain, activation: Activation, before: Tensor) -> ReadChain | str:
+        if isinstance(activation, Identity):
+            return chain
+        if not chain.layers:
+            return f"the activation `{activation.name}` comes before the first Linear layer"
+        if chain.pending is not None:
+            both = f"`{chain.pending.name}` and `{activation.name}`"
+            return f"two activations, {both}, follow one Linear layer"
+        return chain.activated(activation, before)
+
+    @contextmanager
+    def watching_modules(self) -> Iterator[None]:
+        """Take element-wise modules without parameters as one activation, whatever functions they call."""
+        handles = []
+        for module in self._model.modules():
+            if any(True for _ in module.parameters()) or any(True for _ in module.buffers()):
+                continue
+            entered: list[ReadChain | None] = []
+            handles.append(module.register_forward_pre_hook(self._entering(entered)))
+            handles.append(module.register_forward_hook(self._leaving(entered)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _entering(self, entered: list[ReadChain | None]) -> Callable[..., None]:
+        def note(module: nn.Module, args: tuple[Any, ...]) -> None:
+            if threading.get_ident() == self._thread and not self.resting:
+                entered.append(self._chain_of(args[0]) if len(args) == 1 else None)
+
+        return note
+
+    def _leaving(self, entered: list[ReadChain | None]) -> Callable[..., None]:
+        def note(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if threading.get_ident() != self._thread or self.resting:
+                return
+            chain = entered.pop()
+            if chain is None or not isinstance(output, Tensor) or self._chain_of(output) is not None:
+                return
+            self._take_module(module, args[0], output, chain)
+
+        return note
+
+    def _take_module(self, module: nn.Module, given: Tensor, output: Tensor, chain: ReadChain) -> None:
+        self.resting = True
+        try:
+            known = activation_of(module)
+            activation = known or elementwise(module)
+        except ProblemError as error:
+            self.why_not = f"module `{type(module).__name__}` is between its Linear layers: {error}"
+            return
+        finally:
+            self.resting = False
+        self.unknown_activations |= known is None
+        unchanged = self._chain_of(given) is not None
+        found = (
+            self._activated(chain, activation, given) if unchanged else "an activation overwrites its input"
+        )
+        if isinstance(found, ReadChain):
+            self._keep(output, found)
+        else:
+            self.why_not = found
+
+    def result(self, logits: Any) -> ReadChain | None:
+        """The chain from the inputs to `logits`; None, with the reason in `why_not`, where there is none."""
+        chain = self._chain_of(logits)
+        if chain is None or not chain.layers:
+            return None
+        if chain.pending is not None:
+            self.why_not = (
+                f"the activation `{chain.pending.name}` follows the last Linear layer, where the logits are "
+                f"expected (let the criterion apply it, as BCEWithLogitsLoss does)"
+            )
+            return None
+        return chain
+
+
+def _without(kwargs: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in kwargs.items() if key != name}

@@ -1,0 +1,45 @@
+"""How a parameter is used: one class per kind of torch function that has a parameter.
+
+| class | functions | what it knows |
+| --- | --- | --- |
+| `LinearUse` | `F.linear`, `x @ weight`, an attention's packed in-projection | rows and matrix |
+| `BilinearUse` | `F.bilinear` | rows and matrix |
+| `ConvolutionUse`, `TransposedConvolutionUse` | `F.conv1d` … `F.conv_transpose3d` | rows and matrix |
+| `EmbeddingUse`, `EmbeddingBagUse` | `F.embedding`, `F.embedding_bag` | rows, matrix, frequencies |
+| `ScaleUse`, `ShiftUse` | weight and bias of a normalisation | gradients per example |
+| `AddedUse`, `MultipliedUse` | `x + p`, `p.expand(…)`, `x * p` | gradients per example |
+
+A third party adds a class of its own through the entry-point group `curvlab.uses`.
+"""
+
+from curvlab.model.uses.base import Use, WeightUse
+from curvlab.model.uses.broadcast import (
+    AddedUse,
+    BroadcastUse,
+    MultipliedUse,
+    ScaleShiftUse,
+    ScaleUse,
+    ShiftUse,
+    scale_and_shift_uses,
+)
+from curvlab.model.uses.convolution import ConvolutionUse, TransposedConvolutionUse
+from curvlab.model.uses.embedding import EmbeddingBagUse, EmbeddingUse
+from curvlab.model.uses.linear import BilinearUse, LinearUse
+
+__all__ = [
+    "AddedUse",
+    "BilinearUse",
+    "BroadcastUse",
+    "ConvolutionUse",
+    "EmbeddingBagUse",
+    "EmbeddingUse",
+    "LinearUse",
+    "MultipliedUse",
+    "ScaleShiftUse",
+    "ScaleUse",
+    "ShiftUse",
+    "TransposedConvolutionUse",
+    "Use",
+    "WeightUse",
+    "scale_and_shift_uses",
+]

@@ -1,0 +1,339 @@
+"""Convolutions in any number of dimensions, and transposed ones: the row h_ip is a patch of the input.
+
+What can be had without unfolding the input is computed without: the mean patch, the weight's gradient and
+the patches of few positions. The second moment of all patches unfolds one dimension less (see `Patches`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from curvlab.exceptions import ProblemError
+from curvlab.model.uses.base import WeightUse, constant_value
+from curvlab.model.uses.patches import Patches
+
+__all__ = ["ConvolutionUse", "TransposedConvolutionUse"]
+
+Setting = int | Sequence[int]
+
+
+@dataclass(frozen=True, eq=False)
+class ConvolutionUse(WeightUse):
+    """A convolution in any number of dimensions: h_ip is the patch of the (padded) input that z_ip sees.
+
+    `padding` is a pair of numbers per dimension, for both ends; `from_call` takes torch's own arguments. The
+    parts are the groups: each sees its own channels. h_ip holds (channel, tap), as the weight does.
+
+    >>> use = ConvolutionUse.from_call(torch.ones(5, 4, 8, 8), 5, (6, 4, 3, 3), padding="same")
+    >>> use.input_rows().shape, use.output_rows(torch.ones(5, 6, 8, 8)).shape
+    (torch.Size([5, 64, 1, 36]), torch.Size([5, 64, 1, 6]))
+    """
+
+    kind: ClassVar[str] = "convolution"
+    unfolds: ClassVar[bool] = True
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    @classmethod
+    def from_call(
+        cls,
+        inputs: Tensor,
+        examples: int,
+        weight_shape: Sequence[int],
+        stride: Setting = 1,
+        padding: Setting | str = 0,
+        dilation: Setting = 1,
+        groups: int = 1,
+    ) -> Self:
+        """The use of a weight of this shape in `F.conv1d`, `F.conv2d` or `F.conv3d` with these arguments."""
+        kernel = _kernel(inputs, weight_shape)
+        dims = len(kernel)
+        steps = _per_dimension(dilation, dims)
+        if padding == "same":
+            # As torch does: an odd total has its larger half at the end.
+            reach = [d * (k - 1) for d, k in zip(steps, kernel, strict=True)]
+            sides = tuple((r // 2, r - r // 2) for r in reach)
+        elif isinstance(padding, str):  # "valid"
+            sides = ((0, 0),) * dims
+        else:
+            sides = tuple((p, p) for p in _per_dimension(padding, dims))
+        return cls(inputs, examples, kernel, _per_dimension(stride, dims), sides, steps, groups)
+
+    @property
+    def parts(self) -> int:
+        return self.groups
+
+    @cached_property
+    def _patches(self) -> Patches:
+        return Patches(self.kernel, self.stride, self.padding, self.dilation, self.groups)
+
+    @cached_property
+    def output_sizes(self) -> tuple[int, ...]:
+        """The output's dimensions behind batch and channels."""
+        return self._patches.output_sizes(self.inputs.shape[2:])
+
+    @property
+    def positions_shape(self) -> tuple[int, ...] | None:
+        return self.output_sizes if self.folds == 1 else None
+
+    @cached_property
+    def positions(self) -> int:
+        return self.folds * prod(self.output_sizes)
+
+    @property
+    def input_size(self) -> int:
+        return self.inputs.shape[1] // self.groups * prod(self.kernel)
+
+    def _columns(self, first: int, last: int | None) -> Tensor:
+        """All patches of these examples: (G, n, images, positions of one)."""
+        patches = self._patches.columns(self._prepared(self._images(first, last)))
+        return self._in_order_of_taps(patches, 1)
+
+    def _images(self, first: int, last: int | None) -> Tensor:
+        """The inputs of the examples from `first` up to `last`."""
+        return self.inputs[first * self.folds : None if last is None else last * self.folds]
+
+    def input_rows(self, first: int = 0, last: int | None = None) -> Tensor:
+        rows = self._columns(first, last).permute(2, 3, 0, 1)
+        return rows.unflatten(0, (-1, self.folds)).flatten(1, 2)
+
+    def sampled_rows(self, index: Tensor) -> Tensor:
+        per_image = prod(self.output_sizes)
+        image = torch.arange(self.examples, device=index.device)[:, None] * self.folds + index // per_image
+        places = torch.unravel_index(index % per_image, self.output_sizes)
+        # Which entry of the unpadded, flattened image each tap reads, if it reads one: (examples, q, taps).
+        source = torch.zeros_like(index)[..., None]
+        reads = torch.ones_like(source, dtype=torch.bool)
+        for axis, size in enumerate(self.inputs.shape[2:]):
+            read, valid = self._source(axis, places[axis])
+            valid = valid & (read >= 0) & (read < size)
+            source = (source[..., None] * size + read.clamp(0, size - 1)[..., None, :]).flatten(-2)
+            reads = (reads[..., None] & valid[..., None, :]).flatten(-2)
+        patches = self.inputs.flatten(2)[image[..., None], :, source] * reads[..., None]
+        return patches.transpose(-1, -2).reshape(*index.shape, self.groups, self.input_size)
+
+    def _source(self, axis: int, place: Tensor) -> tuple[Tensor, Tensor]:
+        """For output places (…): which index of the input every tap reads, and if there is one, (…, taps)."""
+        taps = torch.arange(self.kernel[axis], device=place.device) * self.dilation[axis]
+        read = place[..., None] * self.stride[axis] + taps - self.padding[axis][0]
+        return read, torch.ones_like(read, dtype=torch.bool)
+
+    def output_rows(self, gradient: Tensor) -> Tensor:
+        draws = gradient.shape[: gradient.ndim - self.inputs.ndim]
+        outputs = gradient.shape[len(draws) + 1] // self.groups
+        per_image = prod(self.output_sizes)
+        flat = gradient.reshape(*draws, self.examples, self.folds, self.groups, outputs, per_image)
+        return flat.movedim(-1, -3).flatten(-4, -3)
+
+    def matrix(self, parameter: Tensor) -> Tensor:
+        draws = parameter.shape[: parameter.ndim - self.inputs.ndim]
+        return parameter.reshape(*draws, self.groups, -1, self.input_size)
+
+    def from_matrix(self, matrix: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return matrix.reshape(*matrix.shape[:-3], *shape)
+
+    def mean_input(self, weights: Tensor) -> Tensor:
+        """The patch mean of the weighted mean image: nothing of the batch is unfolded.
+
+        Where positions of one image differ in weight, the images cannot be averaged first.
+        """
+        images, per_image = self.inputs, weights.reshape(len(self.inputs), -1)
+        if _equal_along_rows(per_image):
+            images = torch.tensordot(per_image[:, 0], images, 1)[None]
+            per_image = torch.ones_like(per_image[:1])
+        # Σ_ip w_ip h_ip is the gradient of a weight with one output channel whose output gradient is w.
+        sums = self._weight_gradient(images, per_image.reshape(-1, 1, *self.output_sizes), groups=1)
+        return sums.reshape(self.groups, self.input_size)
+
+    def gradient(self, rows: Tensor, shape: tuple[int, ...], weights: Tensor | None = None) -> Tensor:
+        scaled = rows if weights is None else rows * weights[:, None, None, None]
+        # (examples, folds · positions, G, o) → (images, G · o, *out)
+        images = scaled.unflatten(1, (self.folds, -1)).movedim(2, -1).flatten(0, 1).flatten(1, 2)
+        return self._weight_gradient(self.inputs, images.unflatten(-1, self.output_sizes), self.groups)
+
+    def _weight_gradient(self, images: Tensor, gradient: Tensor, groups: int) -> Tensor:
+        """The gradient of a weight with so many groups, from that at the output, as autograd computes it."""
+        shape = (gradient.shape[1], images.shape[1] // groups, *self.kernel)
+        none = (0,) * len(self.kernel)
+        padded = self._patches.padded(images)
+        return _convolution_backward(
+            gradient, padded, shape, self.stride, none, self.dilation, False, none, groups
+        )
+
+    def input_second_moment(self, weights: Tensor) -> Tensor:
+        """Σ_ip w_ip h_ip h_ipᵀ, (G, n, n), for weights (examples, S), in bounded memory.
+
+        Weights that differ between images only are given to the images before anything is unfolded.
+        """
+        per_image = weights.reshape(len(self.inputs), -1)
+        sample = self._prepared(self.inputs[:1])
+        axis = self._patches.shared_axis(sample.shape[2:])
+        if axis is None or not _equal_along_rows(per_image) or bool((per_image < 0).any()):
+            return self._unfolded_second_moment(per_image)
+        roots = per_image[:, 0].sqrt().reshape(-1, *(1,) * (self.inputs.ndim - 1))
+        chunks = (
+            self._prepared(self._images(first, last) * roots[first * self.folds : last * self.folds])
+            for first, last in self.ranges(self.folds * self._patches.strip_entries(sample, axis))
+        )
+        return self._in_order_of_taps(self._patches.second_moment(chunks, axis), 1, 2)
+
+    def _prepared(self, images: Tensor) -> Tensor:
+        """The images whose patches the rows are."""
+        return images
+
+    def _in_order_of_taps(self, values: Tensor, *axes: int) -> Tensor:
+        """Entries of patches along these dimensions, in the order of the weight's taps."""
+        return values
+
+    def _unfolded_second_moment(self, per_image: Tensor) -> Tensor:
+        total = self.inputs.new_zeros(self.groups, self.input_size, self.input_size)
+        common = constant_value(per_image)
+        for first, last in self.chunks():
+            columns = self._columns(first, last)
+            w = per_image[first * self.folds : last * self.folds]
+            scaled = columns if common is not None else columns * w
+            total.baddbmm_(scaled.flatten(2), columns.flatten(2).mT)
+        return total if common is None else total.mul_(common)
+
+
+@dataclass(frozen=True, eq=False)
+class TransposedConvolutionUse(ConvolutionUse):
+    """A transposed convolution: h_ip is the patch of the zero-stuffed input that reaches output position p.
+
+    W[o, (c, κ)] = weight[c, o, κ]; `padding` and `stride` are those of the transposed convolution.
+
+    >>> use = TransposedConvolutionUse.from_call(torch.ones(5, 4, 3, 3), 5, (4, 6, 2, 2), stride=2)
+    >>> use.input_rows().shape, use.output_rows(torch.ones(5, 6, 6, 6)).shape
+    (torch.Size([5, 36, 1, 16]), torch.Size([5, 36, 1, 6]))
+    """
+
+    kind: ClassVar[str] = "transposed convolution"
+    output_padding: tuple[int, ...] = ()
+
+    @classmethod
+    def from_call(
+        cls,
+        inputs: Tensor,
+        examples: int,
+        weight_shape: Sequence[int],
+        stride: Setting = 1,
+        padding: Setting | str = 0,
+        dilation: Setting = 1,
+        groups: int = 1,
+        output_padding: Setting = 0,
+    ) -> Self:
+        """The use of a weight of this shape in `F.conv_transpose1d`, `2d` or `3d` with these arguments."""
+        if isinstance(padding, str):
+            raise ProblemError(
+                f"A transposed convolution takes numbers as padding, as torch's do: given {padding!r}."
+            )
+        dims = len(_kernel(inputs, weight_shape))
+        return cls(
+            inputs,
+            examples,
+            _kernel(inputs, weight_shape),
+            _per_dimension(stride, dims),
+            tuple((p, p) for p in _per_dimension(padding, dims)),
+            _per_dimension(dilation, dims),
+            groups,
+            _per_dimension(output_padding, dims),
+        )
+
+    @cached_property
+    def _patches(self) -> Patches:
+        ones = (1,) * len(self.kernel)
+        settings = zip(self.padding, self.dilation, self.kernel, self.output_padding, strict=True)
+        margins = tuple((d * (k - 1) - a, d * (k - 1) - b + extra) for (a, b), d, k, extra in settings)
+        return Patches(self.kernel, ones, margins, self.dilation, self.groups)
+
+    @cached_property
+    def output_sizes(self) -> tuple[int, ...]:
+        return self._patches.output_sizes(
+            [(n - 1) * s + 1 for n, s in zip(self.inputs.shape[2:], self.stride, strict=True)]
+        )
+
+    def _prepared(self, images: Tensor) -> Tensor:
+        """The images with stride - 1 zeros between neighbours."""
+        sizes = [(n - 1) * s + 1 for n, s in zip(images.shape[2:], self.stride, strict=True)]
+        stuffed = images.new_zeros(*images.shape[:2], *sizes)
+        stuffed[(slice(None), slice(None), *(slice(None, None, s) for s in self.stride))] = images
+        return stuffed
+
+    def _in_order_of_taps(self, values: Tensor, *axes: int) -> Tensor:
+        """Tap κ of a transposed convolution reads what tap k-1-κ of the patch holds."""
+        dims = len(self.kernel)
+        for axis in axes:
+            taps = values.unflatten(axis, (-1, *self.kernel))
+            values = taps.flip(tuple(range(axis + 1, axis + 1 + dims))).flatten(axis, axis + dims)
+        return values
+
+    def _source(self, axis: int, place: Tensor) -> tuple[Tensor, Tensor]:
+        taps = torch.arange(self.kernel[axis], device=place.device) * self.dilation[axis]
+        stuffed = place[..., None] + self.padding[axis][0] - taps
+        stride = self.stride[axis]
+        return stuffed.div(stride, rounding_mode="floor"), stuffed % stride == 0
+
+    def matrix(self, parameter: Tensor) -> Tensor:
+        # (…, G · c, o, *kernel) → (…, G, o, c · taps)
+        split = parameter.flatten(2 - self.inputs.ndim).unflatten(-3, (self.groups, -1))
+        return split.transpose(-3, -2).flatten(-2)
+
+    def from_matrix(self, matrix: Tensor, shape: tuple[int, ...]) -> Tensor:
+        split = matrix.unflatten(-1, (shape[0] // self.groups, -1)).transpose(-3, -2)
+        return split.reshape(*matrix.shape[:-3], *shape)
+
+    def _weight_gradient(self, images: Tensor, gradient: Tensor, groups: int) -> Tensor:
+        shape = (images.shape[1], gradient.shape[1] // groups, *self.kernel)
+        padding = [first for first, _ in self.padding]
+        return _convolution_backward(
+            gradient, images, shape, self.stride, padding, self.dilation, True, self.output_padding, groups
+        )
+
+
+def _convolution_backward(
+    gradient: Tensor,
+    images: Tensor,
+    shape: tuple[int, ...],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> Tensor:
+    """The gradient of a weight of this shape; the weight's values have no part in it."""
+    weight = images.new_empty(1).expand(shape)
+    options = stride, padding, dilation, transposed, output_padding, groups
+    mask = [False, True, False]  # of the gradients of images, weight and bias, the second
+    return torch.ops.aten.convolution_backward(gradient, images, weight, None, *options, mask)[1]
+
+
+def _equal_along_rows(values: Tensor) -> bool:
+    """Whether every row of (rows, columns) repeats one number."""
+    return values.stride(1) == 0 or bool((values == values[:, :1]).all())
+
+
+def _kernel(inputs: Tensor, weight_shape: Sequence[int]) -> tuple[int, ...]:
+    kernel = tuple(weight_shape[2:])
+    if inputs.ndim != 2 + len(kernel):
+        raise ProblemError(
+            f"A convolution with a weight of shape {tuple(weight_shape)} was given an input of shape "
+            f"{tuple(inputs.shape)}: expected (batch, channels) and {len(kernel)} more dimensions."
+        )
+    return kernel
+
+
+def _per_dimension(value: Setting, count: int) -> tuple[int, ...]:
+    """A setting that may be one number or one per dimension, as one per dimension."""
+    numbers = (value,) if isinstance(value, int) else tuple(value)
+    return numbers * count if len(numbers) == 1 else numbers
