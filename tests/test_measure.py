@@ -16,8 +16,6 @@ from time import sleep
 
 import pytest
 import torch
-from curvlab.studies.phases import Phases, Stopwatch
-from curvlab.studies.usage import Pair, Usage, usage
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -30,7 +28,9 @@ from curvlab.problem import Problem
 from curvlab.providers import Context, Fisher
 from curvlab.solvers import KFI, LayerDirection, LayerGradient
 from curvlab.solvers.damping import Damping
-from curvlab.studies import usage as usages
+from curvlab.studies.compare import resources
+from curvlab.studies.compare.resources import Pair, Usage, usage
+from curvlab.studies.compare.timing import Phases, Stopwatch
 
 linalg = torch.linalg
 
@@ -331,7 +331,7 @@ def test_bytes_do_not_depend_on_a_thread_that_looks_at_the_stack(onlooker: Onloo
 
 def test_a_run_that_is_always_disturbed_is_not_repeated_for_ever(onlooker: Onlooker):
     found, runs = used_by(onlooker, looks=99)
-    assert runs == usages.ATTEMPTS
+    assert runs == resources.ATTEMPTS
     assert found.held_bytes == used_by(onlooker, looks=0)[0].held_bytes + 8000
 
 

@@ -92,8 +92,7 @@ def commands() -> dict[str, dict[str, list[str]]]:
 
 
 def _flags(command: click.Command, context: click.Context) -> Iterator[str]:
-    yield from command.get_help_option_names(click.Context(command, parent=context))
-    for option in command.params:
+    for option in command.get_params(click.Context(command, parent=context)):
         if isinstance(option, click.Option):
             yield from (*option.opts, *option.secondary_opts)
 
