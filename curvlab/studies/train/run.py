@@ -131,7 +131,7 @@ def train(
     """
     group = None if process_group is None else Group(process_group)
     with ExitStack() as held, torch.random.fork_rng():
-        outputs = None if folder is None else _open_folder(folder, plan, fresh, group, held)
+        outputs = None if folder is None else _opened(folder, plan, fresh, group, held)
         torch.manual_seed(plan.setup.seed)
         run = TrainRun(plan, group)
         _restore(run, outputs)
@@ -142,19 +142,19 @@ def train(
     return frame_of([row for row in run.rows if row["epoch"] <= plan.epochs])
 
 
-def _open_folder(
+def _opened(
     folder: str | Path, plan: TrainPlan, fresh: bool, group: Group | None, held: ExitStack
 ) -> TrainFolder | None:
     """The folder, locked until `held` ends, on the first rank; what is wrong with it is raised on all."""
     opened: list[TrainFolder] = []
 
-    def open_and_lock() -> None:
+    def open_folder() -> None:
         opened.append(TrainFolder(held.enter_context(run_lock(folder, "train")), plan, fresh))
 
     if group is None:
-        open_and_lock()
+        open_folder()
     else:
-        group.first(open_and_lock)
+        group.first(open_folder)
     return opened[0] if opened else None
 
 
@@ -184,7 +184,7 @@ def _carry_out(
     saved = monotonic()
     if observe is not None:
         observe(run)
-    while not run.finished and not _stops_here(run, should_stop()):
+    while not run.finished and not _stopped(run, should_stop()):
         run.advance()
         if observe is not None and run.status == OK:
             observe(run)
@@ -199,7 +199,7 @@ def _carry_out(
         outputs.save(run)
 
 
-def _stops_here(run: TrainRun, asked: bool) -> bool:
+def _stopped(run: TrainRun, asked: bool) -> bool:
     """Whether to stop here: where any rank was asked to, all stop after the same step."""
     return asked if run.group is None else run.group.any(asked, run.device)
 
