@@ -17,8 +17,8 @@ Siblings that share the name of an installed module need another name, or a pack
 
 Processes that an executor starts load the address in the same way, each from its own working folder.
 The command `curvlab` never has the working folder on `sys.path`. With `python -m curvlab` Python itself puts
-it first, where it stands while torch is imported; `curvlab.__main__` then moves it to the end. `python -P -m
-curvlab` leaves it out.
+it first, and `curvlab.__main__` moves it to the end before torch, or anything else that is installed, is
+imported. `python -P -m curvlab` leaves it out.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from curvlab.studies.schema import Column
 
 __all__ = [
-    "broken",
+    "break_name",
     "paragraph",
     "print_json",
     "progress_bar",
@@ -123,7 +123,7 @@ def _table(columns: dict[str, str], rows: list[list[str]], title: str, width: in
     made = Table(box=SIMPLE_HEAD, title=title or None, title_justify="left", pad_edge=False, padding=(0, 1))
     shown = []
     for index, (header, style) in enumerate(columns.items()):
-        cells = [broken(row[index], width) if style == "name" else row[index] for row in rows]
+        cells = [break_name(row[index], width) if style == "name" else row[index] for row in rows]
         justify: Literal["left", "right"] = "right" if style == "right" else "left"
         whole = None if style == "fold" else max(cell_len(line) for line in _lines([header, *cells]))
         made.add_column(header, justify=justify, min_width=whole, no_wrap=whole is not None)
@@ -137,10 +137,10 @@ def _lines(cells: list[str]) -> list[str]:
     return [line for cell in cells for line in cell.split("\n")]
 
 
-def broken(name: str, width: int) -> str:
+def break_name(name: str, width: int) -> str:
     """A name in lines of at most `width`, where it can be broken: after a bracket, a comma or a width.
 
-    >>> broken("ea-cg[max_iter=20,tol=1e-10]", 20).split("\\n")
+    >>> break_name("ea-cg[max_iter=20,tol=1e-10]", 20).split("\\n")
     ['ea-cg[max_iter=20,', 'tol=1e-10]']
     """
     lines = [""]

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from curvlab.cli.console import broken, print_json, table
+from curvlab.cli.console import break_name, print_json, table
 from curvlab.registry import Description, Registry
 
 __all__ = ["command"]
@@ -76,7 +76,7 @@ def command(kind: str | None, as_json: bool) -> None:
 
 
 def _fields(row: Description) -> str:
-    return "\n".join(broken(str(field), FIELD_WIDTH) for field in row.fields) or "–"
+    return "\n".join(break_name(str(field), FIELD_WIDTH) for field in row.fields) or "–"
 
 
 def _about(row: Description) -> str:

@@ -37,12 +37,17 @@ class SchemaCommand(click.Command):
     """A command whose options are its own, and those of settings, made anew whenever they are asked for."""
 
     def __init__(self, *arguments: Any, schema: Source, **named: Any) -> None:
-        super().__init__(*arguments, **named)
         self.schema = schema
+        super().__init__(*arguments, **named)
 
-    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+    @property
+    def params(self) -> list[click.Parameter]:
         """The options of the settings first, then the command's own."""
-        return [*self.schema(), *super().get_params(ctx)]
+        return [*self.schema(), *self._own]
+
+    @params.setter
+    def params(self, own: list[click.Parameter]) -> None:
+        self._own = own
 
 
 def option_of(setting: Setting, default: Any = None) -> click.Option:

@@ -60,8 +60,8 @@ def command(
 
     The run is checkpointed in its folder and resumed by the same command: after Ctrl-C (exit code 130),
     a kill or a power cut it goes on where it was, and on the CPU it ends with the same bits. A run that
-    diverges is a result too: its row says so, with the epoch, and the exit code is 1. A run that ends on its
-    plateau, predicting the same whatever it is shown, is warned about, with what to try.
+    diverges is a result too: its row has that status, with the epoch, and the exit code is 1. A run that
+    ends on its plateau, predicting the same whatever it is shown, is warned about, with what to try.
 
     Under torchrun every process takes its part of each batch, on a device of its own, and all make the same
     run; the first writes the folder and prints.

@@ -20,7 +20,7 @@ from curvlab.report.drawing import svg
 from curvlab.report.theme import DARK, LIGHT, PAGE, Theme
 from curvlab.version import __version__
 
-__all__ = ["html_page", "marked"]
+__all__ = ["html_page", "mark_up"]
 
 LONGEST_UNBROKEN = 34  # a longer name may break, or it would leave a phone's screen
 
@@ -34,7 +34,7 @@ def html_page(content: Content) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["marked"] = marked
+    environment.filters["marked"] = mark_up
     look = content.look(PAGE)
     script = _asset("sort.js")
     return environment.get_template("report.html.j2").render(
@@ -53,12 +53,12 @@ def html_page(content: Content) -> str:
     )
 
 
-def marked(text: str, names: Sequence[str] = ()) -> Markup:
+def mark_up(text: str, names: Sequence[str] = ()) -> Markup:
     r"""Escaped text in which `code` is code, pairs stand out whole and numbers keep their units.
 
-    >>> str(marked("Use `a` <b>"))
+    >>> str(mark_up("Use `a` <b>"))
     'Use <code>a</code> &lt;b&gt;'
-    >>> str(marked("a-b + c: 2 ms", ["a-b + c"]))
+    >>> str(mark_up("a-b + c: 2 ms", ["a-b + c"]))
     '<span class="pair">a-b + c</span>: 2\xa0ms'
     """
     whole = sorted((name for name in names if len(name) <= LONGEST_UNBROKEN), key=len, reverse=True)

@@ -12,7 +12,7 @@ from curvlab.report.content import Content
 from curvlab.report.tables import Table
 from curvlab.version import __version__
 
-__all__ = ["escape", "fenced", "markdown_page"]
+__all__ = ["code_block", "escape", "markdown_page"]
 
 
 def markdown_page(content: Content) -> str:
@@ -27,7 +27,7 @@ def markdown_page(content: Content) -> str:
         keep_trailing_newline=True,
     )
     return environment.get_template("report.md.j2").render(
-        content=content, fenced=fenced, table=_table, version=__version__
+        content=content, fenced=code_block, table=_table, version=__version__
     )
 
 
@@ -47,13 +47,13 @@ def _guard(opening: re.Match[str]) -> str:
     return f"{opening[1]}\\" if opening[1].isdigit() else f"\\{opening[1]}"
 
 
-def fenced(code: str) -> Markup:
+def code_block(code: str) -> Markup:
     """Code between fences that are longer than any run of backticks in it.
 
     Code that has tags stands in an HTML block instead, where they can be escaped: between fences they would
     stay as they are in the file, for a viewer that knows no fences.
 
-    >>> print(fenced("curvlab compare -p '<b>'"))
+    >>> print(code_block("curvlab compare -p '<b>'"))
     <pre><code>curvlab compare -p &#39;&lt;b&gt;&#39;</code></pre>
     """
     if "<" in code:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-__all__ = ["Candidate", "candidates", "front", "idle", "level_with"]
+__all__ = ["Candidate", "candidates", "front", "level_with", "zero_step_pairs"]
 
 SAME_ERROR = 1e-3
 ROUNDING = 1e-9  # relative errors below this are rounding, not error
@@ -63,7 +63,7 @@ def candidates(cells: pd.DataFrame, error: str = "error_relative") -> list[Candi
     ]
 
 
-def idle(cells: pd.DataFrame) -> list[tuple[str, str]]:
+def zero_step_pairs(cells: pd.DataFrame) -> list[tuple[str, str]]:
     """The pairs (provider, solver) that finished with a step of zero: whatever they cost, they do nothing."""
     still = cells[(cells["status"] == "ok") & _zero(cells)]
     return list(zip(still["provider"].astype(str), still["solver"].astype(str), strict=True))

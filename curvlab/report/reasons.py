@@ -9,8 +9,8 @@ import pandas as pd
 
 from curvlab.report.measures import CURVATURE, STEP, Measure, curvature_words
 from curvlab.report.numbers import digits, percent, second_words
-from curvlab.report.pareto import Candidate, candidates, idle
-from curvlab.report.words import counted, listed, sentence
+from curvlab.report.pareto import Candidate, candidates, zero_step_pairs
+from curvlab.report.words import count_words, join_names, sentence
 
 __all__ = [
     "NOISE",
@@ -73,7 +73,7 @@ def ties(best: Candidate, level: Sequence[Candidate], measure: Measure) -> list[
     """The pairs that `best` cannot be told from."""
     if not level:
         return []
-    names = listed([f"{pair.name} ({second_words(pair.cost)})" for pair in level])
+    names = join_names([f"{pair.name} ({second_words(pair.cost)})" for pair in level])
     accuracy = "" if math.isnan(best.error) else f", and the {measure.noun} is no larger"
     return [f"Between {best.name} and {names} there is {NOISE} in cost{accuracy}."]
 
@@ -111,7 +111,7 @@ def no_newton(best: Candidate, cells: pd.DataFrame, measure: Measure) -> list[st
         return []
     finished = cells[(cells["status"] == "ok") & cells["distance"].isna()]
     reasons = sorted({str(reason) for reason in finished["newton_reason"].dropna() if str(reason)})
-    because = f": {listed(reasons)}" if reasons else ""
+    because = f": {join_names(reasons)}" if reasons else ""
     text = sentence(f"The exact damped Newton step is not known here{because}")
     if math.isnan(best.error):
         return [text]
@@ -140,13 +140,13 @@ def off_the_front(pairs: Sequence[Candidate], measure: Measure) -> list[str]:
     unknown = [pair.name for pair in pairs if math.isnan(pair.error)]
     if not unknown or len(unknown) == len(pairs):
         return []
-    return [f"Not on the front for want of a known {measure.noun}: {listed(unknown)}."]
+    return [f"Not on the front for want of a known {measure.noun}: {join_names(unknown)}."]
 
 
 def standing_still(cells: pd.DataFrame) -> list[str]:
     """The pairs whose step is zero."""
-    names = [f"{provider} + {solver}" for provider, solver in idle(cells)]
-    return [f"Not compared, since the step is zero: {listed(names)}."] if names else []
+    names = [f"{provider} + {solver}" for provider, solver in zero_step_pairs(cells)]
+    return [f"Not compared, since the step is zero: {join_names(names)}."] if names else []
 
 
 def left_out(cells: pd.DataFrame) -> list[str]:
@@ -156,7 +156,7 @@ def left_out(cells: pd.DataFrame) -> list[str]:
         rows = cells[cells["status"] == status]
         if len(rows):
             names = [f"{row['provider']} + {row['solver']}" for _, row in rows.iterrows()]
-            words.append(f"{counted(len(rows), 'pair')} {status} ({listed(names)}).")
+            words.append(f"{count_words(len(rows), 'pair')} {status} ({join_names(names)}).")
     return [" ".join(words)] if words else []
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from curvlab.report.measures import Measure, measure_of
-from curvlab.report.pareto import Candidate, candidates, front, idle, level_with
+from curvlab.report.pareto import Candidate, candidates, front, level_with, zero_step_pairs
 from curvlab.report.reasons import (
     NOISE,
     alternatives,
@@ -33,7 +33,7 @@ from curvlab.report.reasons import (
     worst_layer,
 )
 from curvlab.report.training import Run, leaders, runs, training_words
-from curvlab.report.words import listed
+from curvlab.report.words import join_names
 
 __all__ = ["Recommendation", "recommend"]
 
@@ -68,10 +68,10 @@ def recommend(
     """Read the frames of a comparison and say what to use.
 
     Args:
-        cells: one row a pair: `provider`, `solver`, `status`, `message`, `total_seconds`, `total_iqr`,
+        cells: one row per pair: `provider`, `solver`, `status`, `message`, `total_seconds`, `total_iqr`,
             `error_relative`, `distance`, `newton_reason` and, if known, `zero_step`.
-        errors: one row a provider and layer; tells at which layer the suggested provider is furthest off.
-        convergence: one row an optimizer and epoch, if training was measured.
+        errors: one row per provider and layer; tells at which layer the suggested provider is furthest off.
+        convergence: one row per optimizer and epoch, if training was measured.
 
     >>> cells = pd.DataFrame({
     ...     "provider": ["fisher", "pch-1"], "solver": "ea-cg", "status": "ok", "message": "",
@@ -87,7 +87,7 @@ def recommend(
     ahead = front(pairs) or [min(pairs, key=lambda pair: pair.cost)]
     best = min(ahead, key=lambda pair: (measure.price(pair), pair.error))
     level = level_with(best, pairs)
-    found = [run for run in runs(convergence) if (run.provider, run.solver) not in idle(cells)]
+    found = [run for run in runs(convergence) if (run.provider, run.solver) not in zero_step_pairs(cells)]
     trained = _trained(best, found, measure)
     paragraphs = [
         *_chosen(best, pairs, found, measure),
@@ -118,7 +118,7 @@ def _key(pair: Candidate) -> Pair:
 
 
 def _nothing(cells: pd.DataFrame) -> str:
-    because = "the step of every pair that finished is zero" if idle(cells) else "no pair finished"
+    because = "the step of every pair that finished is zero" if zero_step_pairs(cells) else "no pair finished"
     return f"Nothing can be recommended: {because}."
 
 
@@ -134,11 +134,11 @@ def _headline(
     measure: Measure,
 ) -> str:
     if len(pairs) == 1:
-        finished = "finished with a step" if idle(cells) else "finished"
+        finished = "finished with a step" if zero_step_pairs(cells) else "finished"
         return f"Only {best.name} {finished}: there is nothing to compare it with."
     names, basis = [best.name, *(pair.name for pair in level)], _basis(best, measure)
     if level:
-        return f"Use {listed(names, 'or')}, by {basis}: there is {NOISE} between them."
+        return f"Use {join_names(names, 'or')}, by {basis}: there is {NOISE} between them."
     return f"Use {best.name}, by {basis}."
 
 
@@ -163,7 +163,7 @@ def _trained(best: Candidate, found: Sequence[Run], measure: Measure) -> tuple[s
     rivals = [run.optimizer for run in close if run != chosen]
     if rivals:
         by = f", by {basis}" if pair == _key(best) else ""
-        return f"{text}{by}: in training it is too close to call against {listed(rivals)}.", pair
+        return f"{text}{by}: in training it is too close to call against {join_names(rivals)}.", pair
     if pair == _key(best):
         return f"{text}: it trained to the lowest loss, and is the best by {basis} too.", pair
     return f"{text}: it trained to the lowest loss, though by {basis} it would be {best.name}.", pair

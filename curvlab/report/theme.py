@@ -1,4 +1,4 @@
-"""The look of every figure: one colour a provider, one line style and marker a solver.
+"""The look of every figure: one colour per provider, one line style and marker per solver.
 
 Known names have fixed places; all others take the free places in alphabetical order, so a report, its
 figures and two runs of it agree, third-party names included. The seven colours of a theme are at least

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from curvlab.report.numbers import digits, second_words
-from curvlab.report.words import counted, listed, sentence
+from curvlab.report.words import count_words, join_names, sentence
 from curvlab.studies.train.columns import RATES, rate_words
 
 __all__ = ["CLOSE", "Run", "leaders", "runs", "settings_words", "training_words"]
@@ -75,7 +75,7 @@ def training_words(found: Sequence[Run]) -> list[str]:
     words = [_by_epochs(best, found), _by_seconds(leaders(found, "loss_in_budget"), found)]
     lost = [run.optimizer for run in found if not run.finished]
     if lost:
-        words.append(sentence(f"{listed(lost)} failed or diverged in training"))
+        words.append(sentence(f"{join_names(lost)} failed or diverged in training"))
     return [" ".join(filter(None, words)), *settings_words(found)]
 
 
@@ -98,25 +98,25 @@ def _who(group: Sequence[Run], known: Sequence[Run]) -> str:
     """The runs of a group by name; all second-order runs, if they are several, as such."""
     pairs = [run for run in known if run.provider]
     if len(pairs) > 1 and all(run in group for run in pairs):
-        return listed(["every pair", *(run.optimizer for run in group if not run.provider)])
-    return listed([run.optimizer for run in group])
+        return join_names(["every pair", *(run.optimizer for run in group if not run.provider)])
+    return join_names([run.optimizer for run in group])
 
 
 def _by_epochs(best: Sequence[Run], found: Sequence[Run]) -> str:
     first = best[0]
-    epochs = counted(int(first.epochs), "epoch")
+    epochs = count_words(int(first.epochs), "epoch")
     text = (
         f"In training for {epochs}, one run each, {first.optimizer} reached the lowest training loss, "
         f"{digits(first.loss)} in {second_words(first.seconds)}"
     )
     if best[1:]:
-        rivals = listed([run.optimizer for run in best[1:]])
+        rivals = join_names([run.optimizer for run in best[1:]])
         text += f"; {rivals} came within {100 * CLOSE:g} %, too close to call"
     text += "."
     baselines = [run for run in found if not run.provider and run.finished and run not in best]
     if baselines:
         reached = [f"{run.optimizer} {digits(run.loss)} in {second_words(run.seconds)}" for run in baselines]
-        text += f" The baselines: {listed(reached)}."
+        text += f" The baselines: {join_names(reached)}."
     return text
 
 
@@ -128,7 +128,7 @@ def _by_seconds(best: Sequence[Run], found: Sequence[Run]) -> str:
         return f"Within the {budget}, no other had finished an epoch." if len(found) > 1 else ""
     text = f"Within the {budget}, {len(within)} runs had finished an epoch; {best[0].optimizer} was lowest"
     if best[1:]:
-        text += f", with {listed([run.optimizer for run in best[1:]])} too close to call"
+        text += f", with {join_names([run.optimizer for run in best[1:]])} too close to call"
     return text + f" ({digits(best[0].loss_in_budget)})."
 
 

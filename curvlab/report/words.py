@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["counted", "listed", "sentence"]
+__all__ = ["count_words", "join_names", "sentence"]
 
 
-def listed(names: Sequence[str], last: str = "and") -> str:
+def join_names(names: Sequence[str], last: str = "and") -> str:
     """Names as a list in words.
 
-    >>> listed(["a", "b", "c"])
+    >>> join_names(["a", "b", "c"])
     'a, b and c'
     """
     names = list(names)
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} {last} {names[-1]}"
 
 
-def counted(count: int, noun: str) -> str:
+def count_words(count: int, noun: str) -> str:
     """A count with its noun.
 
-    >>> counted(1, "pair"), counted(3, "pair")
+    >>> count_words(1, "pair"), count_words(3, "pair")
     ('1 pair', '3 pairs')
     """
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

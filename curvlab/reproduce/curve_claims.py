@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from curvlab.report.numbers import digits, percent
-from curvlab.reproduce.experiment import CLOSE, Claim, Frames, Judgement, Verdict, unmeasured, verdict_of
+from curvlab.reproduce.experiment import CLOSE, Claim, Frames, Judgement, Verdict, not_measured, verdict_of
 from curvlab.reproduce.subjects import uninformed
 from curvlab.studies.train.plateau import LEFT
 
@@ -91,11 +91,11 @@ def solver_claim(says: str, measure: str, better: str, than: str) -> Claim:
 
 def _judge_solvers(measure: str, better: str, than: str, frames: Frames) -> Judgement:
     if "curves" not in frames:
-        return unmeasured()
+        return not_measured()
     table = run_table(frames["curves"])
     left = table.groupby("provider")["left"].transform("any")
     found = _judge_pairs(table[left], measure, better, than, partial(_beats, measure=measure))
-    return found or unmeasured("No curvature was run with both solvers and left the plateau with one.")
+    return found or not_measured("No curvature was run with both solvers and left the plateau with one.")
 
 
 def _judge_pairs(
@@ -121,15 +121,15 @@ def best_claim(says: str, measure: str, optimizers: Sequence[str], among: Choice
 
 def _judge_best(measure: str, optimizers: tuple[str, ...], among: Choice, frames: Frames) -> Judgement:
     if "curves" not in frames:
-        return unmeasured()
+        return not_measured()
     runs = among(run_table(frames["curves"]))
     if not runs["left"].any():
-        return unmeasured(ON_PLATEAU)
+        return not_measured(ON_PLATEAU)
     table = runs.set_index("optimizer")[measure]
     ranked = table.sort_values(ascending=measure != "accuracy")
     named = [name for name in ranked.index if name in optimizers]
     if not named:
-        return unmeasured("The frames do not have it.")
+        return not_measured("The frames do not have it.")
     best = ranked.index[0]
     verdict: Verdict = "does not hold"
     if best in optimizers:
@@ -148,12 +148,12 @@ def level_claim(says: str, measure: str, among: Choice) -> Claim:
 
 def _judge_level(measure: str, among: Choice, frames: Frames) -> Judgement:
     if "curves" not in frames:
-        return unmeasured()
+        return not_measured()
     runs = among(run_table(frames["curves"]))
     if len(runs) < 2:
-        return unmeasured("The frames do not have two of them.")
+        return not_measured("The frames do not have two of them.")
     if not runs["left"].any():
-        return unmeasured(ON_PLATEAU)
+        return not_measured(ON_PLATEAU)
     values = runs.set_index("optimizer")[measure]
     best = values.max() if measure == "accuracy" else values.min()
     level = not any(_beats(best, value, measure) for value in values)
@@ -169,9 +169,9 @@ def same_time_claim(says: str, one: str, other: str) -> Claim:
 
 def _judge_same_time(one: str, other: str, frames: Frames) -> Judgement:
     if "curves" not in frames:
-        return unmeasured()
+        return not_measured()
     found = _judge_pairs(run_table(frames["curves"]), "cpu_seconds", one, other, _same)
-    return found or unmeasured("No curvature was run with both solvers.")
+    return found or not_measured("No curvature was run with both solvers.")
 
 
 def _same(one: float, other: float) -> bool:
@@ -186,10 +186,10 @@ def no_dearer_claim(says: str, baseline: str) -> Claim:
 
 def _judge_no_dearer(baseline: str, frames: Frames) -> Judgement:
     if "curves" not in frames:
-        return unmeasured()
+        return not_measured()
     values = run_table(frames["curves"]).set_index("optimizer")["cpu_seconds"]
     if baseline not in values or len(values) < 2:
-        return unmeasured(f"The frames do not have {baseline} and another.")
+        return not_measured(f"The frames do not have {baseline} and another.")
     others = values.drop(baseline)
     words = "; ".join(f"{name} {digits(value / values[baseline])}" for name, value in others.items())
     outcomes = [bool(value <= (1 + CLOSE) * values[baseline]) for value in others]

@@ -21,7 +21,7 @@ from curvlab.report.figures import convergence_curves
 from curvlab.report.numbers import digits, percent
 from curvlab.report.tables import convergence_table
 from curvlab.report.theme import Look
-from curvlab.report.words import listed
+from curvlab.report.words import join_names
 from curvlab.reproduce.experiment import Experiment, ExperimentTask, Outcome, Places, Show, rows_of
 from curvlab.reproduce.subjects import Options, Role, Scale, subject
 from curvlab.studies.store import Store
@@ -114,10 +114,12 @@ def curve_answer(ends: pd.DataFrame) -> Answer:
         text = (
             f"{criterion}, seed {seed}: training loss, test accuracy and time at the end: {'; '.join(words)}."
         )
-        paragraphs.append(text + (f" Not finished: {listed(lost)}." if lost else ""))
+        paragraphs.append(text + (f" Not finished: {join_names(lost)}." if lost else ""))
     best = ends[ends["status"] == "ok"].sort_values("train_loss").groupby("criterion", sort=False).head(1)
     leaders = [f"{row.optimizer} ({row.criterion})" for row in rows_of(best)]
-    headline = f"Lowest training loss: {listed(leaders)}." if leaders else "No run ended with a finite loss."
+    headline = (
+        f"Lowest training loss: {join_names(leaders)}." if leaders else "No run ended with a finite loss."
+    )
     return Answer(headline, tuple(paragraphs))
 
 
@@ -193,7 +195,7 @@ class CurveFigure(Experiment):
         return [*([BASELINE] if self.baseline else []), *pairs]
 
     def frames(self, store: Store) -> dict[str, pd.DataFrame]:
-        """`curves`: one row a run and epoch."""
+        """`curves`: one row per run and epoch."""
         frame = curves_frame(store)
         return {} if frame.empty else {"curves": frame}
 

@@ -24,7 +24,7 @@ import pandas as pd
 from scipy.stats import binomtest
 
 from curvlab.report.numbers import digits, percent
-from curvlab.reproduce.experiment import Claim, Frames, Judgement, Verdict, rows_of, unmeasured, verdict_of
+from curvlab.reproduce.experiment import Claim, Frames, Judgement, Verdict, not_measured, rows_of, verdict_of
 from curvlab.studies.small.errors import TOTAL
 from curvlab.studies.train.plateau import LEFT
 
@@ -219,11 +219,11 @@ def ordering_claim(providers: Sequence[str], says: str) -> Claim:
 
 def _judge_ordering(ordering: str, frames: Frames) -> Judgement:
     if "orderings" not in frames:
-        return unmeasured()
+        return not_measured()
     shares = frames["orderings"]
     found = shares[(shares["ordering"] == ordering) & (shares["phase"] == "all")]
     if found.empty:
-        return unmeasured("The frames do not have both.")
+        return not_measured("The frames do not have both.")
     first = found.sort_values("batch").iloc[0]
     words = [
         f"on {row.batch} examples {ordering} in {percent(row.share)} of {row.points} points "
@@ -257,7 +257,7 @@ def accumulation_claim() -> Claim:
 
 def _judge_accumulation(frames: Frames) -> Judgement:
     if "averages" not in frames:
-        return unmeasured()
+        return not_measured()
     means = frames["averages"]
     means = means[(means["phase"] == "all") & (means["batch"] == means["batch"].min())]
     inner = means[[not isinstance(layer, str) for layer in means["layer"]]]

@@ -24,7 +24,7 @@ from curvlab.report.figures.axes import FONT, dress, log_axis, shorten
 from curvlab.report.numbers import MISSING, digits, percent
 from curvlab.report.tables import Entry, Table
 from curvlab.report.theme import Look
-from curvlab.report.words import listed
+from curvlab.report.words import join_names
 from curvlab.reproduce.error_statistics import INNER, PHASES, ROUNDING, averages, share_of, with_phases
 from curvlab.reproduce.error_trajectory import PROVIDERS, Sampling, Trajectory, errors_frame
 from curvlab.reproduce.experiment import Experiment, ExperimentTask, Outcome, rows_of
@@ -112,8 +112,8 @@ def error_answer(means: pd.DataFrame, printed: pd.DataFrame, shares: pd.DataFram
     """The Totals beside the paper's, and how often its orderings hold."""
     totals = means[means["layer"] == TOTAL].set_index("provider")["error"]
     paper = printed[printed["layer"] == TOTAL].set_index("provider")["error"]
-    ours = listed([f"{name} {digits(float(totals[name]))}" for name in paper.index if name in totals])
-    theirs = listed([f"{name} {value:.4f}" for name, value in paper.items()])
+    ours = join_names([f"{name} {digits(float(totals[name]))}" for name in paper.index if name in totals])
+    theirs = join_names([f"{name} {value:.4f}" for name, value in paper.items()])
     holds = [
         f"{row.ordering} in {percent(row.share)} of {row.points} points "
         f"({percent(row.low)} to {percent(row.high)}) and in {row.seeds_holding} of {row.seeds} seeds"
@@ -145,7 +145,7 @@ PLATEAU = "loss, as a share of the uniform prediction's"
 
 
 def errors_by_update(errors: pd.DataFrame, column: str, uninformed: float, look: Look) -> Axes:
-    """The total error of each provider by update, a panel a seed; the grey line is the loss."""
+    """The total error of each provider by update, one panel per seed; the grey line is the loss."""
     totals = errors[errors["layer"] == TOTAL]
     seeds = sorted(totals["seed"].unique())
     panels = _panels(len(seeds), 2.6)
@@ -379,8 +379,8 @@ class ErrorTable(Experiment):
 
     def _trajectory_section(self, shown: pd.DataFrame) -> Section:
         caption = (
-            "Total {} by update, a panel a seed. The grey line is the loss on the measured examples, as a "
-            "share of the uniform prediction's: 1 is the plateau."
+            "Total {} by update, one panel per seed. The grey line is the loss on the measured examples, as "
+            "a share of the uniform prediction's: 1 is the plateau."
         )
         drawings = tuple(
             Drawing(

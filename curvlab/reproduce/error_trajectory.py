@@ -153,7 +153,7 @@ class _Observer:
         for sampling in self.task.samplings:
             due = run.steps % sampling.stride == 0 and run.steps < self.task.updates
             new = due and not self.store.has(self.task.point_key(run.steps, sampling.batch))
-            # The update before a loss that is not finite: the next step says so and ends the run.
+            # The update before a loss that is not finite: the next step ends the run with that reason.
             if new and all(bool(p.isfinite().all()) for p in run.model.parameters()):
                 self.store.append(self._point(run, sampling.batch))
 

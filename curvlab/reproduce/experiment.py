@@ -40,8 +40,8 @@ __all__ = [
     "Row",
     "Show",
     "Verdict",
+    "not_measured",
     "rows_of",
-    "unmeasured",
     "verdict_of",
 ]
 
@@ -121,7 +121,7 @@ def verdict_of(outcomes: Sequence[bool]) -> Verdict:
     return "holds" if all(outcomes) else "mixed" if any(outcomes) else "does not hold"
 
 
-def unmeasured(reason: str = "Not measured here yet.") -> Judgement:
+def not_measured(reason: str = "Not measured here yet.") -> Judgement:
     """Where the frames that a claim needs are not there."""
     return Judgement(reason, "not measured")
 

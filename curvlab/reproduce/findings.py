@@ -8,7 +8,7 @@ from pathlib import Path
 from curvlab.report.content import Answer, Content, Section
 from curvlab.report.tables import Entry, Table
 from curvlab.report.theme import Look
-from curvlab.report.words import listed
+from curvlab.report.words import join_names
 from curvlab.report.write import write_pages
 from curvlab.reproduce.experiment import Claim, Experiment, Frames, Judgement
 from curvlab.reproduce.experiments import claims, experiments
@@ -112,7 +112,7 @@ def _where(frames: Frames, provenance: Provenance) -> str:
 def _answer(counts: Counter[str], smoke: bool) -> Answer:
     total = sum(counts.values())
     parts = [f"{counts[verdict]} {words}" for verdict, words in VERDICTS.items() if counts[verdict]]
-    judged = f"of {total} claims, {listed(parts)}." if parts else "no claim has been judged."
+    judged = f"of {total} claims, {join_names(parts)}." if parts else "no claim has been judged."
     return Answer(
         f"No evidence, only a trial at smoke scale: {judged}" if smoke else judged[0].upper() + judged[1:],
         (

@@ -18,7 +18,7 @@ from curvlab.report.content import Answer, Content, Section
 from curvlab.report.numbers import digits, percent
 from curvlab.report.tables import Entry, Table
 from curvlab.report.theme import Look
-from curvlab.report.words import listed
+from curvlab.report.words import join_names
 from curvlab.reproduce.curve_figures import TrainingRun, curves_frame
 from curvlab.reproduce.experiment import Experiment, ExperimentTask, Outcome, rows_of
 from curvlab.reproduce.grid_study import GridStudy
@@ -41,7 +41,7 @@ class GridSearch(Experiment):
         return [TrainingRun(plan) for plan in study.plans(device=options.device, data_dir=options.data_dir)]
 
     def frames(self, store: Store) -> dict[str, pd.DataFrame]:
-        """`grid`: one row a run, ranked within its pair; `curves`: all epochs."""
+        """`grid`: one row per run, ranked within its pair; `curves`: all epochs."""
         curves = curves_frame(store)
         return {} if curves.empty else {"grid": ranked_frame(curves), "curves": curves}
 
@@ -71,7 +71,7 @@ class GridSearch(Experiment):
                 ("runs", str(len(grid))),
                 ("epochs", str(int(grid["epoch"].max()))),
             ),
-            answer=Answer(f"Selected by training loss: {listed(words)}."),
+            answer=Answer(f"Selected by training loss: {join_names(words)}."),
             sections=sections,
             look=lambda theme: Look(theme=theme),
             names=(),

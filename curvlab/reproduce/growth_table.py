@@ -25,7 +25,7 @@ from curvlab.report.figures.axes import FONT, dress, log_axis
 from curvlab.report.numbers import digits
 from curvlab.report.tables import Entry, Table
 from curvlab.report.theme import LIGHT, MARKERS, Look, Theme
-from curvlab.report.words import listed
+from curvlab.report.words import join_names
 from curvlab.reproduce.experiment import (
     Claim,
     Experiment,
@@ -35,8 +35,8 @@ from curvlab.reproduce.experiment import (
     Outcome,
     Places,
     Show,
+    not_measured,
     rows_of,
-    unmeasured,
     verdict_of,
 )
 from curvlab.reproduce.growth_orders import exponent_table, fits
@@ -61,7 +61,7 @@ def card_claim() -> Claim:
 
 def _judge_card(frames: Frames) -> Judgement:
     if "card" not in frames:
-        return unmeasured()
+        return not_measured()
     card = frames["card"]
     forms = {row.form: row for row in rows_of(card[card["solver"] == "kfi"])}
     textbook, reduced = forms["textbook"], forms["sample-space"]
@@ -84,7 +84,7 @@ def growth_claim(solver: str) -> Claim:
 
 def _judge_growth(solver: str, frames: Frames) -> Judgement:
     if "exponents" not in frames:
-        return unmeasured()
+        return not_measured()
     fitted = frames["exponents"]
     counted = fitted[(fitted["subject"] == solver) & (fitted["measure"] == "operations")]
     timed = fitted[(fitted["subject"] == solver) & (fitted["measure"] == "seconds")]
@@ -99,7 +99,7 @@ def _judge_growth(solver: str, frames: Frames) -> Judgement:
             f"({seconds['low']:.2f} to {seconds['high']:.2f}), the paper's order {row.paper_ladder:.2f}{own}"
         )
     if not kept:
-        return unmeasured("The frames do not have it.")
+        return not_measured("The frames do not have it.")
     return Judgement(f"Exponents {'; '.join(words)}.", verdict_of(kept))
 
 
@@ -353,7 +353,7 @@ def _answer(card: pd.DataFrame) -> Answer:
         for row in rows_of(card)
     ]
     return Answer(
-        f"At 150,528 inputs and batch 100, on a card of {CARD}: {listed(words)}.",
+        f"At 150,528 inputs and batch 100, on a card of {CARD}: {join_names(words)}.",
         (
             "Exponents are slopes of log-log fits over a ladder of sizes while all else stays. The paper's "
             "O(·) is a sum of terms, so over a finite ladder its own slope is below its highest power: both "

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from curvlab.measure.source import distinct_sources, mixed_sources
 from curvlab.report.content import Content
-from curvlab.report.words import listed
+from curvlab.report.words import join_names
 from curvlab.reproduce.experiment import ENVIRONMENT, Frames
 from curvlab.reproduce.subjects import SMOKE, Options
 from curvlab.studies.store import Store, key_of
@@ -51,7 +51,7 @@ class Provenance:
 
     @property
     def smoke(self) -> bool:
-        """Whether any of it is no more than a trial: a study of the user's own names its own data."""
+        """Whether any of it is no more than a trial: a user's own study names its own data."""
         return SMOKE in self.scales and (
             not self.data or any(name.startswith("digits") for name in self.data)
         )
@@ -60,7 +60,7 @@ class Provenance:
     def words(self) -> str:
         """The data and the scale, to follow "measured"."""
         return ", ".join(
-            [*([f"on {listed(self.data)}"] if self.data else []), f"{listed(self.scales)} scale"]
+            [*([f"on {join_names(self.data)}"] if self.data else []), f"{join_names(self.scales)} scale"]
         )
 
     @property

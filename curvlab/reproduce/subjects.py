@@ -54,7 +54,7 @@ class Options:
 
 
 def subject(role: Role, criterion: str, seed: int, options: Options, limits: str = "") -> tuple[Setup, str]:
-    """The setup of an experiment and, where it is not the paper's own, a sentence that says so.
+    """The setup of an experiment and, where it is not the paper's own, a sentence on that.
 
     `limits` are the fields that cut a large data set: `train=…,test=…`.
 

@@ -103,7 +103,7 @@ def log_axis(ax: Axes, axis: str) -> None:
 
 
 def handles(look: Look, providers: Iterable[str], solvers: Iterable[str], *, lines: bool) -> list[Artist]:
-    """Legend entries: a swatch a provider, then a line or a marker a solver."""
+    """Legend entries: one swatch per provider, then one line or marker per solver."""
     ink = look.theme.ink
     swatches: list[Artist] = [Patch(color=look.colour(name), label=shorten(name)) for name in providers]
     marks: list[Artist] = [

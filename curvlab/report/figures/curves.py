@@ -51,7 +51,7 @@ def convergence_curves(
     against: str = "epoch",
     measure: str = "train_loss",
 ) -> Axes:
-    """`measure` against `"epoch"`, `"seconds"` or `"cpu_seconds"`, a line an optimizer; baselines are grey.
+    """`measure` against `"epoch"`, `"seconds"` or `"cpu_seconds"`, one line per optimizer; baselines grey.
 
     >>> frame = pd.DataFrame({"optimizer": "sgd", "provider": "", "solver": "", "epoch": [0, 1],
     ...     "seconds": [0.0, 0.4], "train_loss": [2.3, 1.1]})

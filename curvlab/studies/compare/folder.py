@@ -47,7 +47,7 @@ def write_settings(folder: Path, config: dict[str, Any], environment: dict[str, 
 
 
 def write_frames(folder: Path, comparison: Comparison) -> None:
-    """Write results.csv: the cells, one row a pair."""
+    """Write results.csv: the cells, one row per pair."""
     write_text_atomic(folder / "results.csv", csv_text(comparison.cells))
 
 

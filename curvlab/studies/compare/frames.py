@@ -34,13 +34,13 @@ class Comparison:
         config: the resolved settings.
         environment: versions, device, threads.
         command: the shell command that does it again.
-        cells: one row a provider and solver: status, seconds (median and interquartile range over the
+        cells: one row per provider and solver: status, seconds (median and interquartile range over the
             repetitions), bytes, operations, error, closeness to Newton's direction, residuals.
-        repetitions: one row a pair and repetition: seconds of each phase.
-        errors: one row a provider and layer, and one whose layer is "Total".
+        repetitions: one row per pair and repetition: seconds of each phase.
+        errors: one row per provider and layer, and one whose layer is "Total".
         traces: relative residual by pair, block and iteration.
-        blocks: one row a pair and block: how it was solved, and its closeness to Newton's direction.
-        convergence: one row an optimizer and epoch, with the optimizer's learning rate, α and momentum.
+        blocks: one row per pair and block: how it was solved, and its closeness to Newton's direction.
+        convergence: one row per optimizer and epoch, with the optimizer's learning rate, α and momentum.
         warnings: sentences a reader should know.
         failures: sentences on cells that failed.
     """

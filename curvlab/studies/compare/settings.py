@@ -164,7 +164,7 @@ class Settings:
         for name, registry in registries.items():
             found[name] = [registry.label(one) for one in found[name]]
         found["baselines"] = list(self.baselines)
-        return found | (_readable(subject) if isinstance(subject, Setup) else {"problem": repr(subject)})
+        return found | (_short_fields(subject) if isinstance(subject, Setup) else {"problem": repr(subject)})
 
     @cached_property
     def study(self) -> str:
@@ -206,7 +206,7 @@ def command_settings(command: str) -> tuple[Setting, ...]:
     return tuple(one for one in _own_and_extra() if command in one.commands)
 
 
-def _readable(setup: Setup) -> dict[str, Any]:
+def _short_fields(setup: Setup) -> dict[str, Any]:
     """The fields of a setup, names in their shortest form."""
     from curvlab.architectures import architectures
     from curvlab.criteria.registry import criteria

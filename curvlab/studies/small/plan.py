@@ -64,7 +64,7 @@ def plan(
     forms: Sequence[str] = FORMS,
     memory: str | int | None = None,
 ) -> pd.DataFrame:
-    """Predict the bytes and operations of every pair, one row a pair and form.
+    """Predict the bytes and operations of every pair, one row per pair and form.
 
     Args:
         subject: a problem, or a setup by name: a named architecture needs no data.

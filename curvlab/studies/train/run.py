@@ -107,7 +107,7 @@ def train(
     draw: Callable[[pd.DataFrame, str], bytes] | None = None,
     process_group: ProcessGroup | None = None,
 ) -> pd.DataFrame:
-    """Train as `plan` says and return one row an epoch, the first of them before training.
+    """Train as `plan` says and return one row per epoch, the first of them before training.
 
     Args:
         plan: what to train and how.
