@@ -200,7 +200,7 @@ def test_more_epochs_continue_a_finished_run(tmp_path):
 def test_another_configuration_is_refused_and_fresh_begins_anew(tmp_path):
     train(small(epochs=1), tmp_path)
     other = small("second-order[lr=0.3]", epochs=1)
-    with pytest.raises(SpecError, match=r"optimizer\.lr is `0\.05` there, `0\.3` now.*--fresh"):
+    with pytest.raises(SpecError, match=r"optimizer\.lr is `0\.1` there, `0\.3` now.*--fresh"):
         train(other, tmp_path)
     frame = train(other, tmp_path, fresh=True)
     assert len(frame) == len(Store(tmp_path).rows("epoch")) == 2
