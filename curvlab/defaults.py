@@ -39,5 +39,5 @@ PLAN_FORMS = ("sample-space", "textbook")
 STEP_PROVIDER, STEP_SOLVER = "pch-1", "ea-cg"
 """The pair of `SecondOrder` and of `curvlab train`."""
 
-STEP_LR, STEP_ALPHA = 0.05, 0.01
+STEP_LR, STEP_ALPHA = 0.1, 0.01
 """Learning rate and damping of `SecondOrder` and `curvlab train`; how they were chosen: reports/plateau."""

@@ -15,7 +15,7 @@ from markdown_it import MarkdownIt
 
 from curvlab.cli import main
 from curvlab.report.content import Answer, Content, Drawing, Section
-from curvlab.report.markdown import fenced
+from curvlab.report.markdown import code_block
 from curvlab.report.theme import Look
 from curvlab.report.write import write_pages
 from curvlab.reproduce.grid_study import GridStudy
@@ -130,11 +130,11 @@ def test_the_files_of_a_comparison_have_no_formula_and_no_tag(tmp_path):
 
 def test_code_with_tags_is_shown_as_it_is_and_ends_where_it_ends():
     code = "curvlab compare -p '</code></pre>\n\n<script>x</script>\n```' && echo \"&lt;\""
-    page = MarkdownIt("commonmark", {"html": True}).render(f"before\n\n{fenced(code)}\n\nafter")
+    page = MarkdownIt("commonmark", {"html": True}).render(f"before\n\n{code_block(code)}\n\nafter")
     assert page.count("<pre>") == page.count("</pre>") == 1
     assert "<script>" not in page
     assert page.endswith("<p>after</p>\n")
-    assert str(fenced("curvlab compare")) == "```\ncurvlab compare\n```"
+    assert str(code_block("curvlab compare")) == "```\ncurvlab compare\n```"
 
 
 def test_the_metrics_of_a_run_have_no_formula(tmp_path, monkeypatch):

@@ -94,7 +94,7 @@ def test_an_old_training_run_resumes_where_it_was(trained: Path) -> None:
         "second-order[provider=fisher,solver=kfi,lr=0.1,alpha=0.05]",
         epochs=3,
     )
-    frame = train(plan, trained, draw=False)
+    frame = train(plan, trained)
     assert frame["epoch"].tolist() == [0, 1, 2, 3]
     assert frame["train_loss"][:3].tolist() == pytest.approx(before["train_loss"].tolist(), rel=1e-12)
     assert frame["status"].tolist() == ["ok"] * 4

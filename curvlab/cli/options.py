@@ -7,6 +7,7 @@ that was registered in the meantime is there too.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Any, TypeVar
 
 import click
@@ -38,18 +39,27 @@ class SchemaCommand(click.Command):
 
     def __init__(self, *arguments: Any, schema: Source, **named: Any) -> None:
         self.schema = schema
+        self._made: list[click.Option] = []
+        self._params: list[click.Parameter] = []
         super().__init__(*arguments, **named)
 
     @property
     def params(self) -> list[click.Parameter]:
-        """The options of the settings first, then the command's own."""
-        return [*self.schema(), *self._own]
+        """The options of the settings first, then the command's own.
+
+        It is one list, brought up to date in its place, because click appends to it and takes from it.
+        """
+        own = [one for one in self._params if one not in self._made]
+        self._made = list(self.schema())
+        self._params[:] = [*self._made, *own]
+        return self._params
 
     @params.setter
     def params(self, own: list[click.Parameter]) -> None:
-        self._own = own
+        self._params = own
 
 
+@cache
 def option_of(setting: Setting, default: Any = None) -> click.Option:
     """The option of a setting; unset it arrives as None, or as an empty tuple.
 
