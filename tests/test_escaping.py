@@ -141,7 +141,7 @@ def test_the_metrics_of_a_run_have_no_formula(tmp_path, monkeypatch):
     monkeypatch.setattr(
         TrainPlan, "labels", lambda plan: {"optimizer": FORMULA, "provider": "", "solver": ""}
     )
-    train(TrainPlan(TINY, "sgd", epochs=1), tmp_path, draw=False)
+    train(TrainPlan(TINY, "sgd", epochs=1), tmp_path)
     cells = cells_of(tmp_path / "metrics.csv")
     assert f"'{FORMULA}" in cells
     assert not [cell for cell in cells if runs_as_formula(cell)]
