@@ -38,7 +38,7 @@ def test_a_flat_configuration_of_an_earlier_version_is_read(tmp_path):
 
 def test_a_training_run_of_an_earlier_version_is_resumed(tmp_path):
     plan = TrainPlan(Setup(data="digits[train=50,test=20]", batch=10, device="cpu"), "sgd", epochs=1)
-    train(plan, tmp_path, draw=False)
+    train(plan, tmp_path)
     fields = tomllib.loads((tmp_path / "config.toml").read_text())
     setup = fields.pop("setup")
     quoted = {True: "true", False: "false"}
@@ -48,4 +48,4 @@ def test_a_training_run_of_an_earlier_version_is_resumed(tmp_path):
         return "".join(f"{key} = {text}\n" for key, text in texts.items())
 
     (tmp_path / "config.toml").write_text(f"{lines(fields)}\n[setup]\n{lines(setup)}")
-    assert len(train(plan, tmp_path, draw=False)) == 2
+    assert len(train(plan, tmp_path)) == 2
