@@ -14,11 +14,14 @@ import curvlab
 from curvlab.exceptions import SpecError
 from curvlab.providers import Provider
 from curvlab.providers.registry import providers
+from curvlab.studies.compare import measurements
 from curvlab.studies.compare.columns import CELLS, CONVERGENCE, ERRORS, REPETITIONS, TRACES
 from curvlab.studies.compare.folder import merge_comparisons
 from curvlab.studies.compare.newton import newton
 from curvlab.studies.compare.resources import Pair, usage
 from curvlab.studies.compare.run import Comparison, compare, load_comparison
+from curvlab.studies.compare.settings import Settings
+from curvlab.studies.compare.tasks import Task
 from curvlab.studies.setup import Setup
 from curvlab.studies.small.plan import plan
 from curvlab.studies.store import Store
@@ -152,6 +155,7 @@ def test_newton_s_direction_is_solved_up_to_its_limit_of_parameters_and_not_beyo
     assert beyond.joint(gradient).reason == f"0.weight (and 3 more): {why}"
 
 
+@pytest.mark.slow
 def test_a_step_of_zero_is_called_one_and_not_a_gradient_of_zero():
     found = compare(tiny_problem(), ["fisher"], ["ea-cg[max_iter=0]", "ea-cg"], alpha=ALPHA, repetitions=1)
     still, moving = found.cells.to_dict("records")
@@ -259,6 +263,7 @@ def test_a_cell_that_fails_is_a_row_with_its_message_and_the_others_go_on(tmp_pa
     assert counted(*ask, repetitions=1, output=tmp_path, retry=True)[0] == 2
 
 
+@pytest.mark.slow
 def test_a_problem_is_compared_in_memory_and_told_apart_by_its_values(tmp_path):
     problem = tiny_problem()
     assert compare(problem, ["fisher"], ["kfi"], repetitions=1).ok
@@ -331,6 +336,21 @@ def test_folders_merge_into_one_comparison(tmp_path):
     assert joined.cells["provider"].tolist() == ["fisher", "pch-1"]
     assert (done.merged.added, done.others, done.apart) == (7, {}, {})
     assert len(Store(tmp_path / "a")) == 4
+
+
+@pytest.mark.slow
+def test_a_row_does_not_depend_on_what_was_measured_before_it(monkeypatch):
+    """Whatever a process has factorised for other pairs: a worker of a cluster takes them as they come."""
+    wide = Setup(data="digits[train=64]", arch="64-6-10", batch=16, device="cpu", dtype="float64")
+    settings = Settings.of(wide, threads=1, newton_limit=0)
+
+    def rows(*solvers: str) -> list[dict]:
+        monkeypatch.setattr(measurements, "_bench", None)
+        return [measurements.run_task(Task("solve", settings, {}, "fisher", solver)) for solver in solvers]
+
+    (alone,) = rows("kfi")
+    assert alone["status"] == "ok"
+    assert rows("ea-cg", "kfi")[-1] == alone
 
 
 @pytest.mark.slow

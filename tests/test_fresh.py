@@ -117,6 +117,7 @@ def test_a_backup_that_is_there_is_never_overwritten(tmp_path):
     assert fresh.keys() == {"b", "c"}
 
 
+@pytest.mark.slow
 def test_each_fresh_training_run_sets_the_run_before_it_aside_whole(tmp_path):
     def plan(lr: float) -> TrainPlan:
         return TrainPlan(TINY, f"sgd[lr={lr}]", epochs=2)

@@ -60,6 +60,7 @@ def test_an_old_comparison_shows_its_training_runs_and_its_command() -> None:
     assert "--train-batch 10" in found.command
 
 
+@pytest.mark.slow
 def test_an_old_comparison_is_reported_anew(compared: Path) -> None:
     result = CliRunner().invoke(main, ["report", str(compared)], catch_exceptions=False)
     assert result.exit_code == 0, result.output
@@ -67,6 +68,7 @@ def test_an_old_comparison_is_reported_anew(compared: Path) -> None:
     assert "All numbers" in (compared / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_an_old_folder_is_measured_on_beside_its_rows(compared: Path) -> None:
     before = [row["key"] for row in Store(compared, read_only=True).rows()]
     words = ["--config", str(compared / "config.toml"), "--epochs", "0", "-s", "kfi", "-r", "1"]

@@ -117,6 +117,7 @@ def stuck() -> pd.DataFrame:
     return train(STUCK)
 
 
+@pytest.mark.slow
 def test_a_run_that_stays_says_so_once_with_what_was_seen_and_what_to_try(stuck):
     assert stuck["constant_loss"].unique() == pytest.approx([2.3025], abs=1e-3)
     steps = stuck["plateau_steps"].tolist()

@@ -76,6 +76,7 @@ def holder(tmp_path: Path):
     process.join()
 
 
+@pytest.mark.slow
 @fork
 @pytest.mark.parametrize("command", [*COMMANDS, "merge"])
 def test_a_second_process_stops_at_once_and_names_the_one_that_holds_the_folder(command, holder, tmp_path):

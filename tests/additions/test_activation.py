@@ -25,6 +25,7 @@ def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookup, "MODULES", dict(lookup.MODULES))
 
 
+@pytest.mark.slow
 def test_a_registered_activation_is_used_by_its_name(compare: Any) -> None:
     register_activation("arctan", Arctan)
     shown = compare("-p", "pch-1", "-s", "kfi", "--activation", "arctan")

@@ -36,6 +36,7 @@ def register() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_registered_column_is_in_the_frame_the_table_and_the_pages(compare: Any) -> None:
     register()
     once = compare("-p", "fisher", "-s", "kfi", "-s", "ea-cg")
@@ -48,6 +49,7 @@ def test_a_registered_column_is_in_the_frame_the_table_and_the_pages(compare: An
         assert "trace of the curvature (all blocks)" in text
 
 
+@pytest.mark.slow
 def test_a_store_without_the_column_is_measured_again(compare: Any) -> None:
     plain = compare("-p", "fisher", "-s", "kfi")
     assert "trace" not in plain.compared.cells

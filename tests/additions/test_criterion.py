@@ -30,6 +30,7 @@ class TripleSquares(MSE):
         return 3 * super().output_curvatures(logits, targets)
 
 
+@pytest.mark.slow
 def test_a_criterion_of_another_package_is_used_by_its_name(install: Any, compare: Any) -> None:
     install(criteria, "triple-squares", TripleSquares)
     plain = compare(*REGRESSION, "-p", "gauss-newton", "-s", "kfi", "--criterion", "mse")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from curvlab.data import Dataset, Examples, Source, TensorInputs, datasets
@@ -24,6 +25,7 @@ class Parity(Source):
         return Dataset("parity", examples, examples, ("even", "odd"), note="All strings of bits.")
 
 
+@pytest.mark.slow
 def test_a_data_set_of_another_package_is_loaded_by_its_name(install: Any, compare: Any) -> None:
     install(datasets, "parity", Parity)
     shown = compare("--data", "parity[bits=4]", "--arch", "4-3-2", "-p", "fisher", "-s", "kfi")

@@ -6,6 +6,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import pytest
 from click.testing import CliRunner
 
 from curvlab.cli import main
@@ -34,6 +35,7 @@ class Counting:
         return CountingExecutor()
 
 
+@pytest.mark.slow
 def test_an_executor_of_another_package_runs_the_cells(install: Any, compare: Any) -> None:
     install(executors, "counting", Counting)
     CALLS.clear()

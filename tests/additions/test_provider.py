@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import pytest
+
 from curvlab.providers import Fisher, Provider
 from curvlab.providers.registry import providers
 
@@ -23,6 +25,7 @@ class ScaledFisher(Provider):
         return replace(Fisher().curvature(context, name), notes=(f"toy, scaled by {self.scale:g}",))
 
 
+@pytest.mark.slow
 def test_a_provider_of_another_package_is_compared_by_its_name(install: Any, compare: Any) -> None:
     install(providers, "scaled-fisher", ScaledFisher)
     shown = compare("-p", "scaled-fisher[scale=3]", "-p", "fisher", "-s", "kfi")

@@ -20,6 +20,7 @@ TINY = Setup(arch="6-4-3", data="synthetic[features=6,classes=3,examples=50]", b
 pytestmark = pytest.mark.usefixtures("registered")
 
 
+@pytest.mark.slow
 def test_a_registered_setting_is_an_option_a_key_and_on_the_page(compare: Any, tmp_path: Any) -> None:
     register_setting(TOP)
     help_page = CliRunner().invoke(main, ["compare", "--help"]).output
@@ -33,6 +34,7 @@ def test_a_registered_setting_is_an_option_a_key_and_on_the_page(compare: Any, t
     assert "top\\_share" in shown.markdown
 
 
+@pytest.mark.slow
 def test_a_registered_setting_is_read_from_the_configuration_file_and_checked(
     compare: Any, tmp_path: Any
 ) -> None:

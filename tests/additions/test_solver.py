@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
+
 from curvlab.solvers import KFI
 from curvlab.solvers.registry import solvers
 
@@ -19,6 +21,7 @@ class HalfDampedKFI(KFI):
         return super().prepare(layer, type(damping)(damping.alpha * self.share), gradient)
 
 
+@pytest.mark.slow
 def test_a_solver_of_another_package_is_compared_by_its_name(install: Any, compare: Any) -> None:
     install(solvers, "half-damped-kfi", HalfDampedKFI)
     shown = compare(
