@@ -17,6 +17,7 @@ import torch._dynamo
 from torch import Tensor, nn
 
 from curvlab import Curvature, Gradient, Problem
+from curvlab.curvature_layers import KroneckerLayer
 from curvlab.gradient import RowGradient
 from curvlab.linalg import Factor
 from curvlab.linalg.factors import InputFactors
@@ -99,9 +100,11 @@ def cold(curvature: Curvature, gradient: Gradient) -> tuple[Curvature, Gradient]
     layers = [
         replace(
             layer,
-            output=None if layer.output is None else renew(layer.output),
+            output=renew(layer.output),
             inputs=layer.inputs and InputFactors(renew(layer.inputs.full), layer.inputs.given_mean),
         )
+        if isinstance(layer, KroneckerLayer)
+        else layer
         for layer in curvature.layers
     ]
     held = {name: gradient.factored(name) for name in gradient}

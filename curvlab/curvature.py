@@ -1,8 +1,10 @@
 """A curvature: the blocks of one symmetric matrix, named as the model's parameters.
 
-A Kronecker layer keeps its output factor B^t and its input factors; its bias block is B^t and its
-weight block E[hhᵀ] ⊗ B^t in the paper's column order (B^t ⊗ E[hhᵀ] on torch's row-flattened weights).
-A matrix-free layer keeps a mean bias block and an operator for the weight.
+    C = blockdiag(blocks of the layers) + λI
+
+The layers (see `curvature_layers`) are of the data part; λ, the `shift`, is that of an l2 term in the loss.
+Kronecker products are in the paper's column order, E[hhᵀ] ⊗ B^t: on torch's row-flattened weights they are
+B^t ⊗ E[hhᵀ].
 """
 
 from __future__ import annotations
@@ -20,10 +22,11 @@ import torch
 from torch import Tensor
 
 from curvlab.curvature_io import Packed, load_packed, save_packed
+from curvlab.curvature_layers import LayerCurvature, OperatorLayer, unpack_layer
 from curvlab.exceptions import ArgumentError, MatrixFreeError, StaleError, describe_argument
-from curvlab.linalg import Block, Factor, FactorBlock, KroneckerBlock
+from curvlab.linalg import Block, DiagonalFactor, FactorBlock, KroneckerBlock, ShiftedBlock, ViewedBlock
 from curvlab.linalg.blocks import DENSE_BYTES, check_dense_bytes, dense_from
-from curvlab.linalg.factors import InputFactors, frobenius_norm
+from curvlab.linalg.factors import frobenius_norm
 from curvlab.linalg.flat import flatten, unflatten
 from curvlab.staleness import Versions, change_message
 
@@ -52,64 +55,11 @@ class Definiteness:
 
 
 @dataclass(frozen=True, eq=False)
-class LayerCurvature:
-    """The blocks of one Linear layer.
-
-    `output` is B^t, where the provider has one; `inputs` the layer's input factors, where the weight
-    block is a Kronecker product; `weight_operator` and `bias_operator` the blocks that are matrix-free.
-    """
-
-    name: str
-    weight_name: str | None
-    bias_name: str | None
-    output: Factor | None
-    inputs: InputFactors | None = None
-    weight_operator: Block | None = None
-    bias_operator: Block | None = None
-
-    @property
-    def kronecker(self) -> bool:
-        """Whether the weight block is a Kronecker product."""
-        return self.inputs is not None
-
-    @cached_property
-    def blocks(self) -> dict[str, Block]:
-        """The blocks by parameter name."""
-        blocks: dict[str, Block] = {}
-        if self.weight_name is not None:
-            blocks[self.weight_name] = self._weight_block()
-        if self.bias_name is not None:
-            blocks[self.bias_name] = self._bias_block()
-        return blocks
-
-    def _weight_block(self) -> Block:
-        if self.weight_operator is not None:
-            return self.weight_operator
-        assert self.output is not None
-        assert self.inputs is not None
-        return KroneckerBlock(self.output, self.inputs.full)
-
-    def _bias_block(self) -> Block:
-        if self.bias_operator is not None:
-            return self.bias_operator
-        assert self.output is not None
-        return FactorBlock(self.output)
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> LayerCurvature:
-        """The same layer with `function` applied to each tensor of its factors."""
-        if self.weight_operator is not None or self.bias_operator is not None:
-            raise MatrixFreeError(
-                f"layer `{self.name}` is matrix-free: its blocks read the model and the batch, which stay as "
-                f"they are. Convert the model and the batch, and estimate again"
-            )
-        assert self.output is not None
-        inputs = None if self.inputs is None else self.inputs.map(function)
-        return replace(self, output=self.output.map(function), inputs=inputs)
-
-
-@dataclass(frozen=True, eq=False)
 class Curvature:
     """A symmetric matrix over the parameters of a model, block by block.
+
+    `layers` and `full_product` are of the data part; `shift` is λ of λI, which every product and measure of
+    the curvature includes. `structure` names the matrix: `kronecker`, or `diagonal`.
 
     >>> import curvlab
     >>> from torch import nn
@@ -129,6 +79,8 @@ class Curvature:
     full_product: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] | None = field(default=None, repr=False)
     versions: Versions | None = field(default=None, repr=False)
     live: bool = False
+    shift: float = 0.0
+    structure: str = "kronecker"
 
     @property
     def blocks(self) -> dict[str, Block]:
@@ -138,7 +90,10 @@ class Curvature:
 
     @cached_property
     def _blocks(self) -> dict[str, Block]:
-        return {name: block for layer in self.layers for name, block in layer.blocks.items()}
+        blocks = {name: block for layer in self.layers for name, block in layer.blocks.items()}
+        if self.shift == 0:
+            return blocks
+        return {name: ShiftedBlock(block, self.shift) for name, block in blocks.items()}
 
     @property
     def psd(self) -> bool:
@@ -147,8 +102,8 @@ class Curvature:
 
     @property
     def matrix_free(self) -> bool:
-        """Whether the weight blocks are operators rather than Kronecker products."""
-        return not all(layer.kronecker or layer.weight_name is None for layer in self.layers)
+        """Whether any of the blocks is an operator that reads the model."""
+        return any(layer.matrix_free for layer in self.layers)
 
     @property
     def numel(self) -> int:
@@ -160,10 +115,10 @@ class Curvature:
         """Bytes held by the blocks, a tensor shared by several counted once."""
         held: dict[int, int] = {}
         for layer in self.layers:
-            tensors = {} if layer.inputs is None else layer.inputs.tensors()
-            outputs = {} if layer.output is None else layer.output.tensors()
-            held |= {id(t): t.nbytes for t in (*tensors.values(), *outputs.values())}
-            held |= {id(b): b.nbytes for b in (layer.weight_operator, layer.bias_operator) if b is not None}
+            held |= {id(t): t.nbytes for t in layer.tensors().values()}
+            if isinstance(layer, OperatorLayer):
+                operators = layer.operators.values()
+                held |= {id(b): b.nbytes for b in operators if not isinstance(b, FactorBlock)}
         return sum(held.values())
 
     def check_fresh(self) -> None:
@@ -193,9 +148,12 @@ class Curvature:
         missing = [name for name in blocks if name not in vectors]
         if missing:
             raise ValueError(f"the operand has no entry for {missing}; expected {list(blocks)}")
-        if self.full_product is not None:
-            return self.full_product(vectors)
-        return {name: block @ vectors[name] for name, block in blocks.items()}
+        if self.full_product is None:
+            return {name: block @ vectors[name] for name, block in blocks.items()}
+        images = self.full_product(vectors)
+        if self.shift == 0:
+            return images
+        return {name: image + self.shift * vectors[name] for name, image in images.items()}
 
     def to_dense(self, max_bytes: int = DENSE_BYTES) -> Tensor:
         """The whole matrix, parameters flattened and joined in the order of `blocks`."""
@@ -264,17 +222,11 @@ class Curvature:
 
     def pack(self) -> Packed:
         """The parts of a curvature whose layers all have factors."""
-        tensors: dict[str, Tensor] = {}
-        layers = []
-        for index, layer in enumerate(self.layers):
-            assert layer.output is not None
-            row: dict[str, Any] = {"name": layer.name, "weight": layer.weight_name, "bias": layer.bias_name}
-            row["output"] = layer.output.kind
-            tensors |= {f"{index}/output/{key}": t for key, t in layer.output.tensors().items()}
-            if layer.inputs is not None:
-                row["input"] = layer.inputs.full.kind
-                tensors |= {f"{index}/input/{key}": t for key, t in layer.inputs.tensors().items()}
-            layers.append(row)
+        tensors = {
+            f"{index}/{path}": tensor
+            for index, layer in enumerate(self.layers)
+            for path, tensor in layer.tensors().items()
+        }
         header = {
             "provider": self.provider,
             "criterion": self.criterion,
@@ -282,24 +234,21 @@ class Curvature:
             "why": self.definiteness.why,
             "exact": self.exact,
             "notes": list(self.notes),
-            "layers": layers,
+            "shift": self.shift,
+            "structure": self.structure,
+            "layers": [layer.header() for layer in self.layers],
         }
         return Packed(header, tensors)
 
     @staticmethod
     def unpack(packed: Packed) -> Curvature:
-        """The curvature that `pack` took apart."""
+        """The curvature that `pack` took apart, in this release or an earlier one."""
         header = packed.header
-        layers = tuple(
-            LayerCurvature(
-                row["name"],
-                row["weight"],
-                row["bias"],
-                packed.factor(index, row["output"]),
-                packed.input_factors(index, row["input"]) if "input" in row else None,
-            )
-            for index, row in enumerate(header["layers"])
-        )
+        by_layer: dict[str, dict[str, Tensor]] = {}
+        for key, tensor in packed.tensors.items():
+            index, _, path = key.partition("/")
+            by_layer.setdefault(index, {})[path] = tensor
+        layers = tuple(unpack_layer(row, by_layer[str(i)]) for i, row in enumerate(header["layers"]))
         return Curvature(
             header["provider"],
             header["criterion"],
@@ -307,6 +256,8 @@ class Curvature:
             Definiteness(header["psd"], header["why"]),
             header["exact"],
             tuple(header["notes"]),
+            shift=header.get("shift", 0.0),
+            structure=header.get("structure", "kronecker"),
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -341,7 +292,8 @@ class Curvature:
 
 
 def _row(name: str, block: Block) -> dict[str, object]:
-    known = isinstance(block, KroneckerBlock | FactorBlock) or block.numel <= EIGENVALUES_UP_TO
+    data = block.block if isinstance(block, ShiftedBlock) else block
+    known = isinstance(data, KroneckerBlock | FactorBlock | ViewedBlock) or block.numel <= EIGENVALUES_UP_TO
     smallest, largest = _extremes(block) if known else (nan, nan)
     return {
         "block": name,
@@ -357,6 +309,12 @@ def _row(name: str, block: Block) -> dict[str, object]:
 
 def _extremes(block: Block) -> tuple[float, float]:
     """Smallest and largest eigenvalue: of a Kronecker product, from those of its factors."""
+    if isinstance(block, ShiftedBlock):
+        smallest, largest = _extremes(block.block)
+        return smallest + block.shift, largest + block.shift
+    if isinstance(block, ViewedBlock):
+        pairs = [_extremes(product) for product in block.products]
+        return min(low for low, _ in pairs), max(high for _, high in pairs)
     if isinstance(block, KroneckerBlock):
         factors = [block.output, block.input]
     elif isinstance(block, FactorBlock):
@@ -364,7 +322,7 @@ def _extremes(block: Block) -> tuple[float, float]:
     else:
         values = block.eigvalsh()
         return float(values[0]), float(values[-1])
-    if any(factor.rank_bound > EIGENVALUES_UP_TO for factor in factors):
+    if any(f.rank_bound > EIGENVALUES_UP_TO and not isinstance(f, DiagonalFactor) for f in factors):
         return nan, nan
     ends = [factor.eigvalsh()[[0, -1]] for factor in factors]
     products = ends[0] if len(ends) == 1 else torch.outer(ends[0], ends[1])

@@ -1,14 +1,14 @@
 """The parts of a curvature, and the file that holds them without pickle.
 
-A packed curvature is the tensors of its Kronecker factors, named layer/side/field, and a header of texts and
-numbers that JSON can hold. A file holds both in the safetensors format. `Curvature` packs and unpacks itself:
-nothing here knows of it.
+A packed curvature is the tensors of its factors, named by the layer's number and their path in the layer
+(`0/output/matrix`, `1/part0/input/rows`), and a header of texts and numbers that JSON can hold. A file holds
+both in the safetensors format. Nothing here knows of `Curvature` and its layers: they pack themselves.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from os import PathLike, fspath
 from typing import Any
@@ -17,18 +17,20 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from curvlab.exceptions import CurvatureFileError
 from curvlab.files import replaced
-from curvlab.linalg import DenseFactor, Factor, GramFactor, RankOneFactor
+from curvlab.linalg import DenseFactor, DiagonalFactor, Factor, GramFactor, RankOneFactor
 from curvlab.linalg.factors import InputFactors
 
-__all__ = ["Packed", "load_packed", "save_packed"]
+__all__ = ["Packed", "factor_from", "input_factors_from", "load_packed", "save_packed", "tensors_under"]
 
-FORMAT = "curvlab-curvature-1"
+FORMAT = "curvlab-curvature-2"
+READABLE = ("curvlab-curvature-1", FORMAT)
 EXPECTED = "expected a safetensors file that Curvature.save() has written"
 
 
-KINDS: dict[str, Callable[..., Factor]] = {
-    factor.kind: factor for factor in (DenseFactor, GramFactor, RankOneFactor)
+FACTORS: dict[str, Callable[..., Factor]] = {
+    factor.kind: factor for factor in (DenseFactor, GramFactor, RankOneFactor, DiagonalFactor)
 }
 
 
@@ -39,19 +41,33 @@ class Packed:
     header: dict[str, Any]
     tensors: dict[str, Tensor]
 
-    def factor(self, index: int, kind: str) -> Factor:
-        """The output factor of the layer at `index`."""
-        return KINDS[kind](**self._fields(index, "output"))
 
-    def input_factors(self, index: int, kind: str) -> InputFactors:
-        """The input factors of the layer at `index`."""
-        fields = self._fields(index, "input")
-        mean = fields.pop("mean", None)
-        return InputFactors(KINDS[kind](**fields), mean)
+def factor_from(kind: str, fields: Mapping[str, Tensor]) -> Factor:
+    """The factor of this kind, from its tensors.
 
-    def _fields(self, index: int, side: str) -> dict[str, Tensor]:
-        prefix = f"{index}/{side}/"
-        return {key.removeprefix(prefix): t for key, t in self.tensors.items() if key.startswith(prefix)}
+    >>> import torch
+    >>> factor_from("diagonal", {"values": torch.ones(2)})
+    DiagonalFactor(2 × 2, rank ≤ 2, float32)
+    """
+    return FACTORS[kind](**fields)
+
+
+def input_factors_from(kind: str, fields: Mapping[str, Tensor]) -> InputFactors:
+    """The input factors whose full one is of this kind, from their tensors."""
+    own = dict(fields)
+    mean = own.pop("mean", None)
+    return InputFactors(factor_from(kind, own), mean)
+
+
+def tensors_under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The tensors whose path begins with `prefix`, by the rest of it.
+
+    >>> import torch
+    >>> list(tensors_under({"0/output/matrix": torch.ones(1), "1/output/matrix": torch.ones(1)}, "0"))
+    ['output/matrix']
+    """
+    start = f"{prefix}/"
+    return {key.removeprefix(start): t for key, t in tensors.items() if key.startswith(start)}
 
 
 def save_packed(packed: Packed, path: str | PathLike[str]) -> None:
@@ -80,7 +96,9 @@ def load_packed(path: str | PathLike[str]) -> Packed:
             header = json.loads((file.metadata() or {}).get("curvlab", "{}"))
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     except (SafetensorError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); {EXPECTED}") from error
-    if header.get("format") != FORMAT:
-        raise ValueError(f"{path} is not a curvature saved by curvlab ({FORMAT}); {EXPECTED}")
+        raise CurvatureFileError(f"{path} cannot be read ({error}); {EXPECTED}") from error
+    if header.get("format") not in READABLE:
+        raise CurvatureFileError(
+            f"{path} is not a curvature saved by curvlab ({' or '.join(READABLE)}); {EXPECTED}"
+        )
     return Packed(header, tensors)

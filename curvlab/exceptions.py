@@ -9,6 +9,7 @@ from __future__ import annotations
 
 __all__ = [
     "ArgumentError",
+    "CurvatureFileError",
     "CurvlabError",
     "DataError",
     "DataFolderError",
@@ -64,6 +65,10 @@ class SolveError(CurvlabError, RuntimeError):
 
 class StaleError(CurvlabError, RuntimeError):
     """A curvature used after the parameters or the batch it was computed from have changed."""
+
+
+class CurvatureFileError(CurvlabError, ValueError):
+    """A file that holds no curvature that can be read: names it and what was expected."""
 
 
 class DataError(CurvlabError, RuntimeError):

@@ -8,7 +8,7 @@ the solvers' directions share.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, Literal, Protocol, TypeVar
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from curvlab.linalg import GramFactor
-from curvlab.model.recording import LayerRecord, Recording
+from curvlab.model.recording import GraphRecording, LayerRecord, Recording
 
 __all__ = [
     "Gradient",
@@ -24,8 +24,8 @@ __all__ = [
     "LazyTensors",
     "RowFactor",
     "RowGradient",
+    "add_decay",
     "gradient_of",
-    "mean_gradient",
 ]
 
 
@@ -129,8 +129,20 @@ class Gradient(LazyTensors[Tensor | RowGradient]):
 
 
 def gradient_of(recording: Recording) -> Gradient:
-    """The gradient of one batch, in factors."""
-    return Gradient({name: entry for record in recording.layers for name, entry in _entries(record).items()})
+    """The gradient of one batch, in factors where a layer sees one row per example."""
+    entries = {name: entry for record in recording.layers for name, entry in _entries(record).items()}
+    if isinstance(recording, GraphRecording):
+        entries |= recording.mean_gradients
+    return Gradient({name: entries[name] for layer in recording.layout for name in layer.names})
+
+
+def add_decay(gradient: Gradient, parameters: Mapping[str, Tensor], decay: float) -> Gradient:
+    """g + λθ, formed.
+
+    >>> add_decay(Gradient({"w": torch.ones(2)}), {"w": torch.full((2,), 4.0)}, 0.5)["w"]
+    tensor([3., 3.])
+    """
+    return Gradient({name: gradient[name] + decay * parameters[name].detach() for name in gradient})
 
 
 @dataclass
@@ -152,14 +164,6 @@ class GradientMean:
         """The mean so far."""
         assert self.weight is not None
         return Gradient({name: total / self.weight for name, total in self.sums.items()})
-
-
-def mean_gradient(recordings: Iterable[Recording]) -> Gradient:
-    """The gradient over several batches."""
-    mean = GradientMean()
-    for recording in recordings:
-        mean.add(recording)
-    return mean.value()
 
 
 def _entries(record: LayerRecord) -> dict[str, Tensor | RowGradient]:

@@ -1,23 +1,24 @@
 """A problem: a model, a criterion and the data its curvature is taken on.
 
-    E[f] = Σ c_i f_i / Σ c_i   over the rows of a batch, or of a re-iterable of batches
+    E[f] = Σ c_i f_i / Σ c_i   over the examples of a batch, or of a re-iterable of batches
 
 The model, the criterion and the batch are validated once, when the problem is made. One recording of the
 batch serves the gradient and every provider; a stream of batches is recorded batch by batch and never
-held whole.
+held whole. With `l2` = λ the loss is E[ξ] + λ/2 ‖θ‖², the gradient has λθ and the curvature λI more.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from curvlab.batches import Batch, EmptySource, Single, Source, Stream, source_of
 from curvlab.criteria import Criterion
 from curvlab.criteria.registry import criterion_named
 from curvlab.distributed.communicator import Communicator, communicator_of
@@ -28,195 +29,52 @@ from curvlab.distributed.statistics import (
     Statistic,
     join_statistics,
 )
-from curvlab.exceptions import NoRowsError, ProblemError, StaleError
-from curvlab.gradient import Gradient, GradientMean, gradient_of, mean_gradient
+from curvlab.exceptions import NoRowsError, ProblemError
+from curvlab.gradient import Gradient, GradientMean, add_decay, gradient_of
+from curvlab.model.calling import Inputs, OutputChoice, tensors_of
 from curvlab.model.graph import Network
-from curvlab.model.recording import AllWeightsZeroError, Recording, call, criterion_weights, record
-from curvlab.staleness import Fingerprint, Versions
+from curvlab.model.layers import Chain, Layer, check_same_layers
+from curvlab.model.probe import record_and_probe
+from curvlab.model.recording import AllWeightsZeroError, ChainRecording, Recording, record
+from curvlab.model.terms import LossTerms
+from curvlab.staleness import Versions
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Batch", "EmptySource", "Problem", "Single", "Stream", "checked", "source"]
-
-DTYPES = (torch.float32, torch.float64)
+__all__ = ["Batch", "Problem", "Reading"]
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
-    """Inputs and targets of some examples."""
+class Reading:
+    """What the first batch has shown of the model: its layers with blocks, and its chain where it is one."""
 
-    inputs: Tensor
-    targets: Tensor
+    layers: tuple[Layer, ...]
+    chain: Chain | None
+    no_chain: str
 
-
-@dataclass(frozen=True, eq=False)
-class Single:
-    """One batch, held by reference."""
-
-    batch: Batch
-
-    def __str__(self) -> str:
-        return f"{len(self.batch.inputs)} examples"
-
-    def examples(self) -> int:
-        """How many examples there are."""
-        return len(self.batch.inputs)
-
-
-@dataclass(eq=False)
-class Stream:
-    """A re-iterable of batches; every pass must show the same examples, in any order."""
-
-    data: Iterable[Any]
-    first: Fingerprint | None = field(default=None, init=False)
-
-    def __str__(self) -> str:
-        return "a stream of batches"
-
-    def examples(self) -> int:
-        """How many examples a pass has; none for a stream that gives no batch."""
-        if self.first is None:
-            with suppress(NoRowsError):
-                for _ in self.batches():
-                    pass
-        return 0 if self.first is None else self.first.examples
-
-    def batches(self) -> Iterator[Batch]:
-        """One pass; torch's random state, from which a DataLoader draws its order, is put back after it."""
-        seen = Fingerprint()
-        state = torch.get_rng_state()
-        try:
-            for index, item in enumerate(self.data):
-                batch = _pair(item, f"batch {index}")
-                seen += Fingerprint.of(batch.inputs, batch.targets)
-                yield batch
-        finally:
-            torch.set_rng_state(state)
-        self._compare(seen)
-
-    def _compare(self, seen: Fingerprint) -> None:
-        if not seen.examples:
-            raise NoRowsError(
-                "the re-iterable gave no batch: it is empty, or its first pass used it up. Pass "
-                "a list of batches or a DataLoader"
-            )
-        self.first = self.first or seen
-        if seen != self.first:
-            what = (
-                "their contents differ"
-                if seen.examples == self.first.examples
-                else f"the first pass had {self.first.examples} examples, this one {seen.examples}"
-            )
-            raise StaleError(
-                f"the batches changed between two passes: {what}. Curvature needs the same data in every "
-                f"pass: turn off random augmentation, random sampling, and drop_last together with shuffling"
-            )
-
-
-@dataclass(frozen=True, eq=False)
-class EmptySource:
-    """No rows at all: what a rank of a process group has that got none."""
-
-    def __str__(self) -> str:
-        return "no rows"
-
-    def examples(self) -> int:
-        """None."""
-        return 0
-
-    def batches(self) -> Iterator[Batch]:
-        """None."""
-        return iter(())
-
-
-def source(inputs: Tensor | Iterable[Any], targets: Tensor | None) -> Single | Stream:
-    """The data as `Problem` is given them, told apart."""
-    if isinstance(inputs, Tensor):
-        if targets is None:
-            raise ProblemError("targets are missing: Problem(model, criterion, inputs, targets) needs both")
-        return Single(_pair((inputs, targets), "the batch"))
-    if targets is not None:
-        raise ProblemError(
-            f"inputs is a {type(inputs).__name__} where targets are given: expected a tensor. (A re-iterable "
-            f"of batches brings its own targets)"
-        )
-    if not isinstance(inputs, Iterable):
-        raise ProblemError(
-            f"inputs is a {type(inputs).__name__}; expected a tensor or a re-iterable of (inputs, targets) "
-            f"batches, such as a DataLoader"
-        )
-    if isinstance(inputs, Iterator):
-        raise ProblemError(
-            f"inputs is a one-shot {type(inputs).__name__}: curvature may need several passes. Pass a list "
-            f"of batches or a DataLoader"
-        )
-    return Stream(inputs)
-
-
-def _pair(item: Any, what: str) -> Batch:
-    if not isinstance(item, tuple | list) or len(item) != 2:
-        raise ProblemError(f"{what} is a {type(item).__name__}; expected a pair (inputs, targets)")
-    for name, value in zip(("inputs", "targets"), item, strict=True):
-        if not isinstance(value, Tensor) or value.layout is not torch.strided:
-            raise ProblemError(f"{name} of {what}: expected a dense tensor, got {_kind(value)}")
-        if value.ndim == 0:
-            raise ProblemError(f"{name} of {what} is a single number; expected one entry for each example")
-    inputs, targets = item
-    if len(inputs) == 0:
-        raise ProblemError(
-            f"inputs of {what} have shape {tuple(inputs.shape)}: at least one example is needed. (A rank of "
-            f"a process group that has none passes [] instead)"
-        )
-    if len(targets) != len(inputs):
-        raise ProblemError(
-            f"{what} has {len(inputs)} inputs but targets of shape {tuple(targets.shape)}; expected one "
-            f"target for each example"
-        )
-    return Batch(inputs, targets)
-
-
-def _kind(value: Any) -> str:
-    return f"a tensor of layout {value.layout}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-
-
-def checked(batch: Batch, what: str, network: Network, criterion: Criterion) -> Batch:
-    """The batch, if it goes with the model and the criterion; cheaply, from shapes and targets."""
-    weight = network.layers[0].weight
-    if weight.dtype not in DTYPES:
-        raise ProblemError(
-            f"the model is in {weight.dtype}; curvature needs float32 or float64 (model.float() or .double())"
-        )
-    for name, value in (("inputs", batch.inputs), ("targets", batch.targets)):
-        if value.device != weight.device:
-            raise ProblemError(
-                f"{name} of {what} are on {value.device} but the model is on {weight.device}: move one "
-                f"with .to()"
-            )
-    # Only a model that is no chain may begin with something that takes integers, as an embedding does.
-    chain, dtype = network.chain, batch.inputs.dtype
-    if dtype != weight.dtype and (chain is not None or dtype.is_floating_point or dtype.is_complex):
-        raise ProblemError(
-            f"inputs of {what} are {dtype} but the model is {weight.dtype}: convert one with .to()"
-        )
-    if chain is not None:
-        features = chain.features(batch.inputs)
-        outputs = chain.layers[-1].module.out_features
-        # Criteria check targets against logits; of these only shape, dtype and device are known yet.
-        criterion.check(weight.new_zeros(len(features), outputs), batch.targets)
-    return batch
+    @classmethod
+    def of(cls, recording: Recording) -> Reading:
+        """What one recording shows."""
+        if isinstance(recording, ChainRecording):
+            return cls(recording.layout, recording.chain, "")
+        return cls(recording.layout, None, recording.no_chain)
 
 
 class Problem:
     """A model, a criterion and a batch (or a re-iterable of batches).
 
     Args:
-        model: any module that contains Linear layers; the recursions need them in a chain.
+        model: any module; every trainable parameter has a block. Recursions need a chain of Linear layers.
         criterion: a name (`"cross-entropy"`), a torch loss, a `Criterion`, or a function of
             (logits, target) of one example.
-        inputs: a tensor (examples, …), or a re-iterable of (inputs, targets) batches.
+        inputs: a tensor (examples, …), a tuple of them, for model(*x), or a dictionary, for model(**x); or a
+            re-iterable of (inputs, targets) batches, or of dictionaries with `labels`.
         targets: the targets of the batch; None for a re-iterable.
-        layers: names of the Linear layers to analyse; all that are trainable by default.
+        layers: names of the modules or parameters to analyse; all that is trainable by default.
+        l2: λ of λ/2 ‖θ‖², added to the loss; θ are the parameters that have blocks.
+        output: which part of what the model returns are the logits: a field, an index or a function. Without
+            it `.logits`, `["logits"]`, or the first tensor of a tuple.
 
     >>> model = nn.Sequential(nn.Linear(4, 3), nn.Sigmoid(), nn.Linear(3, 2))
     >>> problem = Problem(model, "cross-entropy", torch.zeros(5, 4), torch.tensor([0, 1, 0, 1, 0]))
@@ -226,26 +84,40 @@ class Problem:
 
     network: Network
     criterion: Criterion
+    l2: float
+    torch_layout: bool
 
     def __init__(
         self,
         model: nn.Module,
         criterion: str | Criterion | Any,
-        inputs: Tensor | Iterable[Any],
+        inputs: Inputs | Iterable[Any],
         targets: Tensor | None = None,
         *,
         layers: Sequence[str] | None = None,
+        l2: float = 0.0,
+        output: OutputChoice = None,
     ) -> None:
-        self.network = Network.of(model, layers)
+        if not 0 <= l2 < float("inf"):
+            raise ProblemError(f"l2={l2}: expected a finite number that is not negative")
+        self.network = Network.of(model, layers, output)
         self.criterion = criterion_named(criterion)
+        self.l2 = float(l2)
+        # Where both readings of (B, V, V) logits fit, a torch loss means torch's own layout.
+        self.torch_layout = isinstance(criterion, nn.Module)
         self._bind(inputs, targets)
+        if isinstance(self._source, Single):
+            # A model, a batch and targets that do not go together are found here, not at first use.
+            with suppress(AllWeightsZeroError):
+                self.recording()
 
-    def with_data(self, inputs: Tensor | Iterable[Any], targets: Tensor | None = None) -> Problem:
-        """The same model and criterion on other data, without analysing the model again."""
+    def with_data(self, inputs: Inputs | Iterable[Any], targets: Tensor | None = None) -> Problem:
+        """The same model and criterion on other data, which are looked at when they are first used."""
         other = object.__new__(Problem)
-        other.network, other.criterion = self.network, self.criterion
-        self.network.check_modes()
+        other.network, other.criterion, other.l2 = self.network, self.criterion, self.l2
+        other.torch_layout = self.torch_layout
         other._bind(inputs, targets)
+        other._like = self._reading or self._like
         return other
 
     def empty_like(self) -> Problem:
@@ -270,10 +142,13 @@ class Problem:
         _warn_renamed("joint", "join")
         return self._joined
 
-    def _bind(self, inputs: Tensor | Iterable[Any], targets: Tensor | None) -> None:
-        self._source: Single | Stream | EmptySource = source(inputs, targets)
-        self._recording: tuple[Versions, Recording] | None = None
+    def _bind(self, inputs: Inputs | Iterable[Any], targets: Tensor | None) -> None:
+        self._source: Source = source_of(inputs, targets)
+        self._recording: tuple[Versions, Hashable, Recording] | None = None
         self._joined: JoinedStatistics | None = None
+        self._reading: Reading | None = None
+        self._like: Reading | None = None  # that of a problem on other data: the answer where there are none
+        self._begun: tuple[Versions, Batch, Recording] | None = None
         if isinstance(self._source, Single):
             self._source = Single(self._checked(self._source.batch, "the batch"))
 
@@ -288,12 +163,84 @@ class Problem:
         return not isinstance(self._source, Single)
 
     @property
-    def tensors(self) -> dict[str, Tensor]:
-        """All that results depend on: the parameters and, for a single batch, its tensors."""
-        tensors: dict[str, Tensor] = dict(self.model.named_parameters())
+    def reading(self) -> Reading:
+        """The model's layers as a batch shows them; a stream's first batch is looked at if none was yet."""
+        if self._reading is None:
+            self._reading = self._first_reading()
+        return self._reading
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """The layers that have blocks, from input to output where they form a chain."""
+        return self.reading.layers
+
+    @property
+    def chain(self) -> Chain | None:
+        """The chain that the model computes, where it computes one."""
+        return self.reading.chain
+
+    def require_chain(self, who: str) -> Chain:
+        """The chain, or an error that says why `who` cannot go on without one."""
+        if self.chain is None:
+            raise ProblemError(
+                f"`{who}` follows a recursion from layer to layer and needs Linear layers in a chain with "
+                f"element-wise activations, but {self.reading.no_chain}. `fisher`, `hessian`, "
+                f"`gauss-newton[kind=rows]` and `gauss-newton[kind=exact]` need no chain"
+            )
+        return self.chain
+
+    def _first_reading(self) -> Reading:
+        batch: Batch | None = None
         if isinstance(self._source, Single):
             batch = self._source.batch
-            tensors |= {"the inputs": batch.inputs, "the targets": batch.targets}
+        elif isinstance(self._source, Stream):
+            # The next pass goes on with this batch and its recording, so that looking costs no pass.
+            batch = self._source.begin()
+        if batch is None:
+            return self._like or self._read_zeros()
+        batch = self._checked(batch, "the first batch")
+        try:
+            if isinstance(self._source, Single):
+                return Reading.of(self.recording())
+            versions = Versions.of(self._tensors_with(batch))
+            self._begun = versions, batch, self._record(batch)
+            return Reading.of(self._begun[2])
+        except AllWeightsZeroError:
+            # No mean exists, and nothing can be compared; the layers are there all the same.
+            return self._read(batch)
+
+    def _read(self, batch: Batch) -> Reading:
+        given = (self.network, self.criterion, batch.inputs, batch.targets)
+        return Reading.of(record(*given, torch_layout=self.torch_layout)[0])
+
+    def _read_zeros(self) -> Reading:
+        """A rank without rows learns the model's layers from an example of zeros."""
+        first = next((m for m in self.model.modules() if isinstance(m, nn.Linear)), None)
+        if first is None:
+            raise ProblemError(
+                "this rank has no rows, and the shape of an example cannot be told from the model. Give each "
+                "rank at least one row, or make its problem with with_data() from one that has been used"
+            )
+        inputs = self.network.example.new_zeros(1, first.in_features)
+        logits = self.network.call(inputs).detach()
+        label = torch.zeros(1, dtype=torch.int64, device=logits.device)
+        try:
+            return self._read(Batch(inputs, label))
+        except ProblemError:
+            return self._read(Batch(inputs, torch.zeros_like(logits)))
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All that results depend on: parameters, buffers and, for a single batch, its tensors."""
+        return self._tensors_with(self._source.batch if isinstance(self._source, Single) else None)
+
+    def _tensors_with(self, batch: Batch | None) -> dict[str, Tensor]:
+        tensors: dict[str, Tensor] = dict(self.model.named_parameters())
+        tensors |= dict(self.model.named_buffers())
+        if batch is not None:
+            first, *others = tensors_of(batch.inputs)
+            tensors |= {"the inputs": first, "the targets": batch.targets}
+            tensors |= {f"the inputs ({index})": tensor for index, tensor in enumerate(others, start=2)}
         return tensors
 
     @property
@@ -310,30 +257,82 @@ class Problem:
             yield self._checked(batch, f"batch {index}")
 
     def _checked(self, batch: Batch, what: str) -> Batch:
-        return checked(batch, what, self.network, self.criterion)
+        """The batch, if it lies where the model does; cheaply, from dtypes and devices."""
+        example = self.network.example
+        named = [("inputs", tensor) for tensor in tensors_of(batch.inputs)] + [("targets", batch.targets)]
+        for name, value in named:
+            if value.device != example.device:
+                raise ProblemError(
+                    f"{name} of {what} are on {value.device} but the model is on {example.device}: move one "
+                    f"with .to()"
+                )
+            if name == "inputs" and value.is_floating_point() and value.dtype != example.dtype:
+                raise ProblemError(
+                    f"inputs of {what} are {value.dtype} but the model is {example.dtype}: convert one with "
+                    f".to()"
+                )
+        return batch
+
+    def _record(self, batch: Batch) -> Recording:
+        recording = record_and_probe(
+            self.network, self.criterion, batch.inputs, batch.targets, torch_layout=self.torch_layout
+        )
+        if self._reading is None:
+            self._reading = Reading.of(recording)
+        else:
+            self._compare_reading(recording)
+        return recording
+
+    def _compare_reading(self, recording: Recording) -> None:
+        """Refuse a batch in which the model computes something of another structure than in the first."""
+        first = self._reading
+        assert first is not None
+        now = Reading.of(recording)
+        if (first.chain is None) != (now.chain is None) or (
+            first.chain is not None and now.chain is not None and not first.chain.same_as(now.chain)
+        ):
+            raise ProblemError(
+                f"the forward of {type(self.model).__name__} takes another way in this batch than in the "
+                f"first one, so that their curvatures are not of one kind. Make a problem of the batches "
+                f"that take the same way"
+            )
+        if now.chain is None:
+            check_same_layers(first.layers, now.layers)
 
     def recordings(self) -> Iterator[Recording]:
         """One recording a batch; that of a single batch is kept while nothing it depends on changes."""
         if not self.streamed:
             yield self.recording()
             return
-        first_row, counted = 0, isinstance(self._source, EmptySource)
+        counted = isinstance(self._source, EmptySource)
         for batch in self.batches():
             with suppress(AllWeightsZeroError):
-                yield record(self.network, self.criterion, batch.inputs, batch.targets, first_row)
+                yield self._recorded(batch)
                 counted = True
-            first_row += len(batch.inputs)
         if not counted:
             raise AllWeightsZeroError
+
+    def _recorded(self, batch: Batch) -> Recording:
+        """The recording of a stream's batch: that which `reading` has made, while nothing has changed."""
+        begun, self._begun = self._begun, None
+        if begun is not None and begun[1] is batch and not begun[0].differing(self._tensors_with(batch)):
+            self.network.check_unchanged()
+            return begun[2]
+        return self._record(batch)
 
     def recording(self) -> Recording:
         """The recording of a single batch."""
         if not isinstance(self._source, Single):
             raise ProblemError("a streamed problem has one recording for each batch: use recordings()")
-        if self._recording is None or self._recording[0].differing(self.tensors):
-            batch, versions = self._source.batch, self.versions
-            self._recording = (versions, record(self.network, self.criterion, batch.inputs, batch.targets))
-        return self._recording[1]
+        self.network.check_unchanged()
+        settings = self.network.settings_key()
+        held = self._recording
+        if held is None or held[1] != settings or held[0].differing(self.tensors):
+            versions = self.versions
+            self._reading = None
+            held = (versions, settings, self._record(self._source.batch))
+            self._recording = held
+        return held[2]
 
     def examples(self) -> int:
         """Number of examples; a stream is counted in a pass of its own unless one has been made."""
@@ -341,17 +340,32 @@ class Problem:
 
     def total_weight(self) -> Tensor:
         """Σ c_i over all rows, their logits and targets checked on the way; no layer is recorded."""
-        weights = []
-        for batch in self.batches():
-            logits = call(self.model, batch.inputs).detach()
-            self.criterion.check(logits, batch.targets)
-            with suppress(AllWeightsZeroError):
-                weights.append(criterion_weights(self.criterion, logits, batch.targets).sum())
+        weights = [terms.total_weight for terms in self._all_terms()]
         if not weights:
             if isinstance(self._source, EmptySource):
-                return self.network.layers[0].weight.new_zeros(())
+                return self.network.example.new_zeros(())
             raise AllWeightsZeroError
         return torch.stack(weights).sum()
+
+    def _all_terms(self) -> Iterator[LossTerms]:
+        if isinstance(self._source, Single):
+            yield self.recording().terms
+            return
+        for batch in self.batches():
+            with suppress(AllWeightsZeroError), torch.no_grad():
+                logits = self.network.call(batch.inputs)
+                terms = LossTerms.of(self.criterion, logits, batch.targets, torch_layout=self.torch_layout)
+                _ = terms.weights
+                yield terms
+
+    def _decayed(self, gradient: Gradient) -> Gradient:
+        """The gradient with λθ added; entries in factors are then formed."""
+        return add_decay(gradient, self.network.parameters, self.l2) if self.l2 else gradient
+
+    def _penalty(self) -> Tensor:
+        """λ/2 ‖θ‖²."""
+        squares = [p.detach().square().sum() for p in self.network.parameters.values()]
+        return 0.5 * self.l2 * torch.stack(squares).sum()
 
     def gradient(self, *, process_group: ProcessGroup | None = None) -> Gradient:
         """E[∇ξ], by parameter name; a weight's gradient is formed only when it is asked for.
@@ -359,15 +373,22 @@ class Problem:
         With a `process_group` E is over the rows of all its ranks, each of which must make this call.
         """
         if process_group is not None:
-            return self.join(communicator_of(process_group), gradient=True).gradient
-        return mean_gradient(self.recordings()) if self.streamed else gradient_of(self.recording())
+            return self._decayed(self.join(communicator_of(process_group), gradient=True).gradient)
+        if not self.streamed:
+            return self._decayed(gradient_of(self.recording()))
+        mean = GradientMean()
+        for recording in self.recordings():
+            mean.add(recording)
+        return self._decayed(mean.value())
 
     def loss(self, *, process_group: ProcessGroup | None = None) -> Tensor:
         """E[ξ], as torch's mean-reduced loss gives it; with a `process_group` over the rows of all ranks."""
         if process_group is not None:
-            return self.join(communicator_of(process_group), loss=True).loss
-        means = [(recording.loss, recording.total_weight) for recording in self.recordings()]
-        return _mean_loss(*zip(*means, strict=True))
+            data = self.join(communicator_of(process_group), loss=True).loss
+        else:
+            means = [(recording.loss, recording.total_weight) for recording in self.recordings()]
+            data = _mean_loss(*zip(*means, strict=True))
+        return data + self._penalty() if self.l2 else data
 
     def local_means(
         self, statistics: Accumulator | None = None, *, gradient: bool = False, loss: bool = False
@@ -403,7 +424,7 @@ class Problem:
         self,
         communicator: Communicator,
         statistics: Sequence[Statistic] = (),
-        accumulator: Callable[[Sequence[Any], int], Accumulator] | None = None,
+        accumulator: Callable[[Sequence[Any]], Accumulator] | None = None,
         *,
         gradient: bool = False,
         loss: bool = False,
@@ -420,16 +441,18 @@ class Problem:
 
     def __getstate__(self) -> dict[str, Any]:
         """What pickles and copies hold: the model, the criterion and the data, which are recorded again."""
-        return {**self.__dict__, "_recording": None, "_joined": None}
+        return {**self.__dict__, "_recording": None, "_joined": None, "_begun": None}
 
     def __repr__(self) -> str:
-        chain = self.network.chain
-        layers = (self.network if chain is None else chain).layers
-        widths = [layers[0].module.in_features, *(layer.module.out_features for layer in layers)]
-        structure = (
-            "-".join(map(str, widths)) if chain is not None else f"{len(layers)} Linear layers, no chain"
-        )
-        return f"Problem({structure}, criterion={self.criterion.name}, {self._source})"
+        if self._reading is not None and self._reading.chain is not None:
+            layers = self._reading.chain.layers
+            structure = "-".join(str(n) for n in (layers[0].in_features, *(x.out_features for x in layers)))
+        else:
+            structure = f"{type(self.model).__name__}, {self.network.numel:,} parameters"
+        if self.network.left_out:
+            structure += f", {len(self.network.left_out)} trainable ones left out"
+        decay = f", l2={self.l2:g}" if self.l2 else ""
+        return f"Problem({structure}, criterion={self.criterion.name}{decay}, {self._source})"
 
 
 def _mean_loss(losses: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:

@@ -1,7 +1,9 @@
 """Noticing that what a result was computed from has changed since.
 
 `Versions` watches tensors: torch counts the in-place changes of every tensor, and a tensor given other
-storage has another address. A write through `tensor.data` or a numpy view is not counted, so it is not seen.
+storage has another address. A write through `tensor.data` or a numpy view is not counted; for it some
+entries of every tensor (`SAMPLED`, evenly spread) are compared on the CPU, so a write that leaves all of
+these as they were is not seen, nor one on an accelerator, where looking would take a read back to the host.
 
 `Fingerprint` watches a stream of batches; it is the same however the examples are ordered or batched. Each
 example is hashed by itself, with its target, and the hashes are summed in wrapping 64-bit integers:
@@ -24,7 +26,7 @@ from torch import Tensor
 from curvlab.exceptions import StaleError
 from curvlab.measure import device
 
-__all__ = ["Fingerprint", "Stamp", "Versions", "change_message", "logical_shift", "mix"]
+__all__ = ["Fingerprint", "Stamp", "Versions", "change_message", "example_hashes", "logical_shift", "mix"]
 
 NAMES_SHOWN = 4
 
@@ -65,11 +67,26 @@ class Versions:
     """
 
     entries: tuple[tuple[str, weakref.ref[Tensor], Stamp], ...]
+    content: Tensor | None = None
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> Versions:
         """Note the present versions."""
-        return cls(tuple((name, weakref.ref(t), Stamp.of(t)) for name, t in tensors.items()))
+        entries = tuple((name, weakref.ref(t), Stamp.of(t)) for name, t in tensors.items())
+        return cls(entries, _sample(list(tensors.values())))
+
+    def _rewritten(self) -> list[str]:
+        """Names of the tensors whose sampled entries differ though torch has counted no change."""
+        tensors = [ref() for _, ref, _ in self.entries]
+        held = [tensor for tensor in tensors if tensor is not None]
+        if self.content is None or len(held) < len(tensors):
+            return []
+        now = _sample(held)
+        if now is None or torch.equal(now, self.content):
+            return []
+        counts = [min(tensor.numel(), SAMPLED) for tensor in held]
+        pairs = zip(now.split(counts), self.content.split(counts), self.entries, strict=True)
+        return [name for new, old, (name, _, _) in pairs if not torch.equal(new, old)]
 
     def __reduce__(self) -> tuple[type[Versions], tuple[tuple[()]]]:
         """A pickled or deep copy has tensors of its own and nothing to compare with: it is never stale.
@@ -85,19 +102,40 @@ class Versions:
 
     def changed(self) -> list[str]:
         """Names of the tensors that were changed in place, or given other storage, since."""
-        return [
+        counted = [
             name
             for name, ref, stamp in self.entries
             if (tensor := ref()) is not None and Stamp.of(tensor) != stamp
         ]
+        return counted or self._rewritten()
 
     def differing(self, tensors: Mapping[str, Tensor]) -> list[str]:
         """Names under which `tensors` holds another tensor, or the same one changed since."""
-        return [
+        counted = [
             name
             for name, ref, stamp in self.entries
             if ref() is not tensors.get(name) or Stamp.of(tensors[name]) != stamp
         ]
+        return counted or self._rewritten()
+
+
+SAMPLED = 16
+
+
+def _sample(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Some entries of each tensor, as bits in one vector; None where there is nothing to look at."""
+    pieces = []
+    for tensor in tensors:
+        if tensor.device.type != "cpu" or not device.readable(tensor) or tensor.layout is not torch.strided:
+            return None
+        flat = tensor.detach()
+        flat = flat.view(-1) if flat.is_contiguous() else flat.reshape(-1)
+        step = max(1, flat.numel() // SAMPLED)
+        pieces.append(flat[::step][:SAMPLED].to(torch.complex128 if flat.is_complex() else torch.float64))
+    if not pieces:
+        return None
+    joined = torch.cat([torch.view_as_real(p).flatten() if p.is_complex() else p for p in pieces])
+    return joined.view(torch.int64)
 
 
 def change_message(changed: Sequence[str], since: str, consequence: str, *, in_place: bool = False) -> str:
@@ -131,15 +169,28 @@ class Fingerprint:
     digest: int = 0
 
     @classmethod
-    def of(cls, inputs: Tensor, targets: Tensor) -> Fingerprint:
+    def of(cls, inputs: Tensor | Sequence[Tensor], targets: Tensor) -> Fingerprint:
         """The fingerprint of one batch; without values (fake tensors) only the count."""
-        if not device.readable(inputs) or not device.readable(targets):
-            return cls(len(inputs))
-        hashes = mix(_row_hashes(inputs) + mix(_row_hashes(targets)))
-        return cls(len(inputs), int(hashes.sum()) % (1 << 64))
+        tensors = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+        if not all(device.readable(tensor) for tensor in (*tensors, targets)):
+            return cls(len(targets))
+        return cls(len(targets), int(example_hashes(tensors, targets).sum()) % (1 << 64))
 
     def __add__(self, other: Fingerprint) -> Fingerprint:
         return Fingerprint(self.examples + other.examples, (self.digest + other.digest) % (1 << 64))
+
+
+def example_hashes(inputs: Sequence[Tensor], targets: Tensor) -> Tensor:
+    """A hash of each example with its target, int64: the same wherever the example stands in the data.
+
+    >>> x, y = torch.arange(6.0).reshape(3, 2), torch.tensor([0, 1, 1])
+    >>> bool((example_hashes([x], y).flip(0) == example_hashes([x.flip(0)], y.flip(0))).all())
+    True
+    """
+    total = mix(_row_hashes(targets))
+    for tensor in inputs:
+        total = mix(_row_hashes(tensor) + total)
+    return total
 
 
 def _row_hashes(tensor: Tensor) -> Tensor:
@@ -150,6 +201,8 @@ def _row_hashes(tensor: Tensor) -> Tensor:
 
 
 def _bits(tensor: Tensor) -> Tensor:
+    if tensor.is_complex():
+        return torch.view_as_real(tensor).flatten(1).contiguous().view(INTEGERS[tensor.element_size() // 2])
     if not tensor.is_floating_point():
         return tensor
     return tensor.contiguous().view(INTEGERS[tensor.element_size()])

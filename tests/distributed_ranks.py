@@ -216,7 +216,8 @@ def refusals(group: Any) -> Results:
 
     bad = inputs.clone()
     bad[-1] = float("nan")
-    broken = curvlab.Problem(chain(), "cross-entropy", bad[rows], targets[rows])
+    # A problem looks at its batch when it is made; with_data when it is used, which all ranks do together.
+    broken = curvlab.Problem(chain(), "cross-entropy", []).with_data(bad[rows], targets[rows])
     found["not finite"] = message(lambda: curvlab.estimate("pch-1", broken, process_group=group))
     nobody = curvlab.Problem(chain(), "cross-entropy", [])
     found["no rows"] = message(lambda: nobody.loss(process_group=group))

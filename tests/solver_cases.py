@@ -127,8 +127,10 @@ def autograd_gradient(p: curvlab.Problem) -> dict[str, Tensor]:
 
 
 def pi_of(a: Tensor, b: Tensor) -> float:
-    ratio = float((a.trace() / len(a)) / (b.trace() / len(b))) if a.trace() > 0 and b.trace() > 0 else 1.0
-    return min(max(ratio**0.5, 1e-6), 1e6)
+    sizes = float(a.trace() / len(a)), float(b.trace() / len(b))
+    if sizes[1] == 0:
+        return 1.0 if sizes[0] == 0 else 1e6
+    return min(max((sizes[0] / sizes[1]) ** 0.5, 1e-6), 1e6)
 
 
 def dense_solve(

@@ -253,7 +253,7 @@ class Scaled(Provider):
         def identity(n: int) -> Tensor:
             return self.scale * torch.eye(n, dtype=torch.float64)
 
-        outputs = [DenseFactor(identity(layer.module.out_features)) for layer in context.network.selected]
+        outputs = [DenseFactor(identity(layer.out_features)) for layer in context.layers]
         definiteness = Definiteness(True, "the identity")
         return Curvature(
             name, context.problem.criterion.name, kronecker_layers(context, outputs), definiteness

@@ -15,12 +15,14 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from curvlab.data import Cifar10, Cifar10Enlarged, ImageFolder, dataset, datasets
+from curvlab.data.characters import generate
 from curvlab.data.cifar10 import TEST_FILES, TRAIN_FILES, Release
 from curvlab.data.folders import cache_folder
 from curvlab.data.splits import stratified_split, stratified_subset
 from curvlab.exceptions import DataError, SpecError
 
 RECORDS = 20
+BEGINNING = "nulu reglasa vopa ciyli. rivabi yariziv wa visumin vopa ciyl"
 REAL_CIFAR10 = cache_folder() / "cifar-10-batches-bin"
 
 
@@ -243,6 +245,11 @@ def test_synthetic_regression_adds_noise_of_the_deviation_asked_for():
         "image-folder[size=0]",
         "cifar10-224[size=0]",
         "cifar10-224[interpolation=bicubic]",
+        "synthetic-images[image=3-8]",
+        "synthetic-images[image=3-8-0]",
+        "synthetic-images[classes=1]",
+        "characters[length=0]",
+        "characters[examples=1]",
         "digit",
     ],
 )
@@ -394,3 +401,112 @@ def test_an_image_folder_must_be_named(monkeypatch):
     monkeypatch.delenv("CURVLAB_DATA", raising=False)
     with pytest.raises(DataError, match="no folder was named"):
         ImageFolder().load()
+
+
+# Shapes of inputs
+
+
+def test_images_keep_their_shape_where_a_network_takes_images(cifar_folder):
+    data = TinyCifar10().load(data_dir=cifar_folder)
+    rows, labels = next(iter(data.batches(30, seed=1, epoch=2)))
+    images, same = next(iter(data.given_as("images").batches(30, seed=1, epoch=2)))
+    assert (data.kind, rows.shape, images.shape) == ("images", (30, 3072), (30, 3, 32, 32))
+    assert torch.equal(images.flatten(1), rows)
+    assert torch.equal(labels, same)
+    raw = np.fromfile(cifar_folder / TRAIN_FILES[0], np.uint8).reshape(-1, 3073)
+    moments = data.train.inputs.standardisation
+    green = (raw[3, 1 + 1024 + 5 * 32 + 7] - moments.mean[1, 0, 0]) / moments.deviation[1, 0, 0]
+    first = data.given_as("images").train.to("cpu", torch.float64).batch(torch.tensor([3]))[0]
+    assert first[0, 1, 5, 7].item() == pytest.approx(green.item(), abs=1e-12)
+
+
+@pytest.mark.parametrize("spec", ["digits", "synthetic-images[image=2-5-4,examples=50]"])
+def test_the_shape_survives_subsets_devices_and_the_way_back(spec):
+    data = dataset(spec).load(seed=1)
+    images = data.given_as("images").subset(train=20, seed=3).to("cpu", torch.float64)
+    inputs = images.train.all()[0]
+    assert inputs.shape == (20, *data.shape)
+    assert inputs.dtype == torch.float64
+    assert next(iter(images.test.in_order(4)))[0].shape == (4, *data.shape)
+    again = images.given_as("rows").train.all()[0]
+    assert torch.equal(again, data.subset(train=20, seed=3).to("cpu", torch.float64).train.all()[0])
+
+
+def test_an_image_folder_keeps_its_shape_too(image_root):
+    data = ImageFolder(size=6).load(data_dir=image_root)
+    assert data.given_as("images").train.all()[0].shape == (32, 3, 6, 6)
+
+
+def test_synthetic_images_are_synthetic_rows_in_another_shape():
+    rows = dataset("synthetic[features=40,classes=3,examples=50]").load(seed=2)
+    images = dataset("synthetic-images[image=2-5-4,classes=3,examples=50]").load(seed=2)
+    assert torch.equal(images.train.all()[0], rows.train.all()[0])
+    assert torch.equal(images.test.targets, rows.test.targets)
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind", "message"),
+    [
+        ("synthetic", "images", r"takes images.*`synthetic` has rows of features, of shape \(64,\)"),
+        ("synthetic", "tokens", "takes sequences of tokens.*use the data set characters"),
+        ("digits", "tokens", "takes sequences of tokens, and the data set `digits` has images"),
+        ("characters[examples=10]", "rows", r"takes rows of features.*or a network for tokens \(gpt-nano\)"),
+        ("characters[examples=10]", "images", "`characters` has sequences of tokens"),
+        ("digits", "pictures", "wanted as `pictures`; use one of rows, images, tokens"),
+    ],
+)
+def test_data_of_another_kind_than_the_network_takes_are_refused(spec, kind, message):
+    with pytest.raises(DataError, match=message):
+        dataset(spec).load().given_as(kind)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "digits",
+        "synthetic[features=7,classes=3]",
+        "synthetic-regression[features=7,outputs=2]",
+        "synthetic-images[image=1-4-6,classes=3]",
+        "characters[length=9,examples=20]",
+    ],
+)
+def test_the_sizes_that_settings_tell_are_those_of_the_loaded_data(spec):
+    data = dataset(spec).load()
+    assert dataset(spec).sizes() == (data.shape, data.outputs)
+
+
+def test_sizes_of_images_are_known_before_they_are_there(cifar_folder):
+    for source in (TinyCifar10(), TinyCifar10Enlarged(size=40)):
+        data = source.load(data_dir=cifar_folder)
+        assert source.sizes() == (data.shape, data.outputs)
+    assert dataset("imagenet10[size=64]").sizes() == ((3, 64, 64), 10)
+    assert dataset("image-folder").sizes() is None
+
+
+# Characters
+
+
+def test_characters_repeat_by_seed_and_targets_are_the_next_characters():
+    data = dataset("characters[length=10,examples=50]").load(seed=4)
+    inputs, targets = data.train.all()
+    assert (inputs.shape, targets.shape, len(data.test), data.kind) == ((40, 10), (40, 10), 10, "tokens")
+    assert inputs.dtype == targets.dtype == torch.int64
+    text = torch.cat([inputs.flatten(), data.test.all()[0].flatten()])
+    assert torch.equal(torch.cat([targets.flatten(), data.test.all()[1].flatten()])[:-1], text[1:])
+    assert torch.equal(dataset("characters[length=10,examples=50]").load(seed=4).train.all()[0], inputs)
+    assert not torch.equal(dataset("characters[length=10,examples=50]").load(seed=5).train.all()[0], inputs)
+
+
+def test_the_generated_text_is_one_language_fixed_for_good():
+    text = generate(20_000, seed=0)
+    assert text.startswith(BEGINNING)
+    words = Counter(text.replace(".", "").split()[:-1])
+    assert 50 < len(words) <= 200
+    assert {len(sentence.split()) for sentence in text.split(". ")[:-1]} == set(range(3, 11))
+
+
+def test_tokens_stay_integers_and_subsets_need_no_classes():
+    data = dataset("characters[length=6,examples=40,train=7]").load().to("cpu", torch.float64)
+    inputs, targets = next(iter(data.batches(5)))
+    assert inputs.dtype == targets.dtype == torch.int64
+    assert len(data.train) == 7

@@ -37,7 +37,7 @@ def test_a_layer_and_its_factors_show_no_numbers() -> None:
     problem, _ = Case(widths=(4, 3, 2), examples=2).build()
     layer = curvlab.estimate("pch-1", problem).layers[0]
     assert repr(layer.output) == "DenseFactor(3 × 3, rank ≤ 3, float64)"
-    assert "full=GramFactor(4 × 4, rank ≤ 2, float64)" in repr(layer)
+    assert "source=GramFactor(4 × 4, rank ≤ 2, float64)" in repr(layer)
     assert "tensor(" not in repr(layer)
 
 

@@ -279,10 +279,10 @@ class OtherInputs(Provider):
                 layer.name,
                 layer.weight_name,
                 layer.bias_name,
-                DenseFactor(torch.eye(layer.module.out_features, dtype=torch.float64)),
-                InputFactors(DenseFactor(torch.eye(layer.module.in_features, dtype=torch.float64))),
+                DenseFactor(torch.eye(layer.out_features, dtype=torch.float64)),
+                InputFactors(DenseFactor(torch.eye(layer.in_features, dtype=torch.float64))),
             )
-            for layer in context.network.selected
+            for layer in context.layers
         )
         return Curvature(name, "any", layers, Definiteness(True, "the identity"))
 

@@ -142,7 +142,7 @@ def test_the_uses_of_every_parameter_add_up_to_the_gradient_of_every_example(kin
 
         def receive(gradient: Tensor, uses: list = uses) -> None:
             for seen in uses:
-                name, rows = seen.parameter.name, seen.parameter.rows
+                name, rows = seen.view.name, seen.view.rows
                 shape = parameters[name].shape
                 part = shape if rows is None else (rows[1] - rows[0], *shape[1:])
                 assert seen.use is not None
@@ -175,7 +175,7 @@ def test_a_part_without_gradients_and_a_detached_weight_are_no_uses() -> None:
     model = Hidden()
     with Watch(dict(model.named_parameters()), B) as watch:
         model(torch.randn(B, 6))
-    assert [seen.parameter.name for seen in watch.uses] == ["last.weight", "last.bias"]
+    assert [seen.view.name for seen in watch.uses] == ["last.weight", "last.bias"]
 
 
 # Chains.

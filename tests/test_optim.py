@@ -100,24 +100,49 @@ def test_groups_have_learning_rates_of_their_own():
     assert_moved(model, before, {name: rates[name] * step for name, step in d.items()})
 
 
+class Scaled(nn.Module):
+    """A parameter beside those of a Linear layer, and one that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.linear = nn.Parameter(torch.ones(3)), nn.Linear(5, 3)
+        self.offset = nn.Parameter(torch.zeros(3), requires_grad=False)
+
+    def forward(self, x):
+        return self.linear(x) * self.scale + self.offset
+
+
 def test_parameters_without_curvature_are_refused():
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale, self.linear = nn.Parameter(torch.ones(3)), nn.Linear(5, 3)
-
-        def forward(self, x):
-            return self.linear(x) * self.scale
-
     model = Scaled()
-    with pytest.raises(ProblemError, match="scale"):
-        SecondOrder(model, "cross-entropy")
-    with pytest.raises(ProblemError, match="scale"):
-        SecondOrder(model, "cross-entropy", params=[model.scale])
+    with pytest.raises(ProblemError, match=r"offset.*only trainable parameters of the model"):
+        SecondOrder(model, "cross-entropy", params=[model.offset])
+    with pytest.raises(ProblemError, match=r"\(7,\)"):
+        SecondOrder(model, "cross-entropy", params=[nn.Parameter(torch.zeros(7))])
     optimizer = SecondOrder(model, "cross-entropy", "fisher", "kfi", params=model.linear.parameters())
-    with pytest.raises(ProblemError, match="scale"):
-        optimizer.add_param_group({"params": [model.scale]})
+    with pytest.raises(ProblemError, match="offset"):
+        optimizer.add_param_group({"params": [model.offset]})
     assert len(optimizer.param_groups) == 1
+
+
+def test_a_parameter_of_no_layer_steps_with_its_own_block():
+    model, (x, y) = Scaled().double(), batch(0)
+    x = x.double()
+    before = model.scale.detach().clone()
+
+    def losses(scale, weight, bias, one, label):
+        made = {"scale": scale, "linear.weight": weight, "linear.bias": bias}
+        return nn.functional.cross_entropy(torch.func.functional_call(model, made, one[None]), label[None])
+
+    gradient = torch.func.vmap(torch.func.grad(losses), (None, None, None, 0, 0))
+    rows = gradient(*(p.detach() for p in (model.scale, model.linear.weight, model.linear.bias)), x, y)
+    fisher = rows.T @ rows / len(x)
+    solver = "cg[max_iter=50,tol=1e-14]"
+    optimizer = SecondOrder(model, "cross-entropy", "fisher", solver, lr=0.3, alpha=0.05)
+    optimizer.step(x, y)
+    damped = 0.95 * fisher + 0.05 * torch.eye(3, dtype=torch.float64)
+    expected = before - 0.3 * torch.linalg.solve(damped, rows.mean(0))
+    torch.testing.assert_close(model.scale.detach(), expected, rtol=1e-9, atol=1e-12)
+    assert torch.equal(model.offset, torch.zeros(3).double())
 
 
 def test_schedulers_set_the_learning_rate():

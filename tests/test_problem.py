@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import curvlab
-from curvlab.exceptions import ProblemError
-from curvlab.model import recording
+from curvlab.exceptions import ProblemError, StaleError
+from curvlab.model.recording import Recording
 from tests.cases import Case
 
 X, Y = torch.randn(5, 4), torch.tensor([0, 1, 0, 1, 1])
@@ -38,7 +38,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "sparse inputs": (lambda: problem(inputs=X.to_sparse()), "inputs of the batch: expected a dense tensor"),
     "a number": (
         lambda: problem(inputs=3, targets=None),
-        "inputs is a int; expected a tensor or a re-iterable",
+        "inputs is a int; expected a tensor, a tuple or dictionary of tensors, or a re-iterable",
     ),
     "an empty batch": (lambda: problem(X[:0], Y[:0]), r"inputs of the batch have shape \(0, 4\)"),
     "a scalar": (lambda: problem(X[0, 0], Y), "inputs of the batch is a single number"),
@@ -148,8 +148,13 @@ def test_finite_values_whose_sum_overflows_are_no_error() -> None:
 
 def test_one_recording_serves_the_gradient_and_every_provider(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    run = recording._run_chain
-    monkeypatch.setattr(recording, "_run_chain", lambda *args: calls.append(1) or run(*args))
+    run = curvlab.problem.record_and_probe
+
+    def counted(*args: Any, **kwargs: Any) -> Recording:
+        calls.append(1)
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr(curvlab.problem, "record_and_probe", counted)
     given, _ = Case().build()
     given.gradient()
     given.loss()
@@ -167,7 +172,7 @@ def test_no_weight_gradient_is_formed_until_it_is_asked_for() -> None:
     assert gradient["0.weight"].shape == (40, 50)
 
 
-@pytest.mark.parametrize("change", ["in place", "replaced", "other storage", "inputs"])
+@pytest.mark.parametrize("change", ["in place", "other storage", "inputs"])
 def test_a_changed_parameter_or_batch_is_recorded_anew(change: str) -> None:
     model, x, y = mlp().double(), X.double(), Y
     given = curvlab.Problem(model, "cross-entropy", x, y)
@@ -175,14 +180,47 @@ def test_a_changed_parameter_or_batch_is_recorded_anew(change: str) -> None:
     with torch.no_grad():
         if change == "in place":
             model[0].weight.mul_(2)
-        if change == "replaced":
-            model[0].weight = nn.Parameter(model[0].weight * 2)
         if change == "other storage":
             model[0].weight.data = model[0].weight.data * 2
         if change == "inputs":
             x.mul_(2)
     expected = torch.autograd.grad(nn.functional.cross_entropy(model(x), y), model[2].weight)[0]
     torch.testing.assert_close(given.gradient()["2.weight"], expected)
+
+
+def replace_parameter(model: nn.Sequential) -> None:
+    model[0].weight = nn.Parameter(model[0].weight.detach() * 2)
+
+
+def replace_module(model: nn.Sequential) -> None:
+    model[0] = nn.Linear(4, 3).double()
+
+
+def freeze(model: nn.Sequential) -> None:
+    model[0].weight.requires_grad_(False)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["batch", "stream"])
+@pytest.mark.parametrize("change", [replace_parameter, replace_module, freeze])
+def test_a_model_whose_parameters_are_others_needs_a_new_problem(
+    change: Callable[[nn.Sequential], None], stream: bool
+) -> None:
+    model, x = mlp().double(), X.double()
+    given = problem([(x, Y)], None, model=model) if stream else problem(x, model=model)
+    given.gradient()
+    curvature = curvlab.estimate("hessian", given)
+    change(model)
+    for use in (given.gradient, lambda: curvlab.estimate("fisher", given)):
+        with pytest.raises(StaleError, match=r"`0.weight`.*replaced.*Make a new Problem"):
+            use()
+    with pytest.raises(StaleError, match=r"0\.weight"):
+        curvature.to_dense()
+    again = problem(x, model=model).gradient()
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert list(again) == names
+    loss = nn.functional.cross_entropy(model(x), Y)
+    expected = torch.autograd.grad(loss, [model.get_parameter(name) for name in names])
+    torch.testing.assert_close(list(again.values()), list(expected))
 
 
 def test_the_same_problem_on_other_data_analyses_the_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +235,12 @@ def test_repr_says_what_the_problem_is() -> None:
     assert repr(problem()) == "Problem(4-3-2, criterion=cross-entropy, 5 examples)"
     assert "a stream of batches" in repr(problem([(X, Y)], None))
     graph = nn.Sequential(nn.Linear(4, 3), nn.Softmax(1), nn.Linear(3, 2))
-    assert "2 Linear layers, no chain" in repr(problem(model=graph))
+    assert "Problem(Sequential, 23 parameters, criterion" in repr(problem(model=graph))
+    some = curvlab.Problem(graph, "cross-entropy", X, Y, layers=["0"], l2=0.5)
+    expected = (
+        "Problem(Sequential, 15 parameters, 2 trainable ones left out, criterion=cross-entropy, l2=0.5, 5"
+    )
+    assert repr(some).startswith(expected)
 
 
 def test_a_streamed_problem_has_no_single_recording() -> None:

@@ -15,8 +15,9 @@ def problem(*modules: nn.Module, layers: list[str] | None = None) -> Problem:
 
 
 def test_parameters_without_curvature_are_named_with_their_share() -> None:
-    conv = nn.Conv1d(1, 2, 3, bias=False)
-    said = problem_notes(problem(conv, nn.Flatten(), nn.Linear(8, 3), nn.Sigmoid(), nn.Linear(3, 2)))
+    modules = [nn.Conv1d(1, 2, 3, bias=False), nn.Flatten(), nn.Linear(8, 3), nn.Sigmoid(), nn.Linear(3, 2)]
+    assert not any("no curvature" in fact for fact in problem_notes(problem(*modules)))
+    said = problem_notes(problem(*modules, layers=["2", "4"]))
     (sentence,) = [fact for fact in said if "no curvature" in fact]
     assert sentence.startswith("1 of 5 trainable parameters (15% of the entries: `0.weight`)")
 

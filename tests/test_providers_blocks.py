@@ -131,16 +131,47 @@ def test_exact_fisher_is_exact_gauss_newton_for_a_likelihood_only() -> None:
 
 
 @given(cases(losses=CLASSES))
-def test_mc_fisher_is_that_of_the_labels_drawn_for_each_row(case: Case) -> None:
+def test_mc_fisher_is_that_of_the_labels_drawn_for_each_example(case: Case) -> None:
     problem, reference = case.build()
     fisher = curvlab.estimate("fisher[kind=mc,samples=3,seed=7]", problem)
     logits = torch.stack([reference.logits(i) for i in range(case.examples)])
     cumulative = logits.softmax(1).cumsum(1)
+    keys = problem.recording().example_keys
     draws = [
-        (uniforms(7, draw, 0, logits)[:, :1] > cumulative).sum(1).clamp(max=logits.shape[1] - 1)
+        (uniforms(7, draw, keys, logits.shape[1], logits.dtype)[:, :1] > cumulative)
+        .sum(1)
+        .clamp(max=logits.shape[1] - 1)
         for draw in range(3)
     ]
     assert_blocks(fisher, reference.kronecker_blocks(reference.fisher_of_labels(draws)))
+
+
+@pytest.mark.parametrize("loss", ["cross-entropy", "mse"])
+def test_draws_go_with_the_example_wherever_it_stands(loss: str) -> None:
+    problem, _ = Case(loss=loss, examples=7).build()
+    batch = next(problem.batches())
+    assert isinstance(batch.inputs, torch.Tensor)
+    order = torch.tensor([4, 0, 6, 2, 1, 5, 3])
+    shuffled = problem.with_data(batch.inputs[order], batch.targets[order])
+    keys = problem.recording().example_keys
+    assert len(set(keys.tolist())) == 7
+    assert torch.equal(shuffled.recording().example_keys, keys[order])
+    pieces = list(zip(batch.inputs[order].split(3), batch.targets[order].split(3), strict=True))
+    expected = curvlab.estimate("fisher[kind=mc,samples=2,seed=1]", problem)
+    for other in (shuffled, problem.with_data(pieces)):
+        found = curvlab.estimate("fisher[kind=mc,samples=2,seed=1]", other)
+        torch.testing.assert_close(found.to_dense(), expected.to_dense(), rtol=1e-11, atol=1e-14)
+    again = curvlab.estimate("fisher[kind=mc,samples=2,seed=2]", problem)
+    assert not torch.allclose(again.to_dense(), expected.to_dense(), rtol=1e-3)
+
+
+def test_equal_examples_share_their_draws_and_other_targets_are_another_example() -> None:
+    problem, _ = Case(widths=(3, 4), examples=2).build()
+    batch = next(problem.batches())
+    assert isinstance(batch.inputs, torch.Tensor)
+    inputs, targets = batch.inputs[[0, 0, 0]], torch.tensor([1, 1, 0])
+    keys = problem.with_data(inputs, targets).recording().example_keys
+    assert keys[0] == keys[1] != keys[2]
 
 
 @pytest.mark.parametrize("loss", ["cross-entropy", "mse", "bce", "robust"])

@@ -120,7 +120,7 @@ def test_no_call_leaves_a_trace(kind: str) -> None:
     model, inputs, targets = setting(kind)
     with no_trace(model, inputs, targets):
         problem = curvlab.Problem(model, "cross-entropy", inputs, targets)
-        providers = PROVIDERS if problem.network.chain is None else PROVIDERS + CHAIN_ONLY
+        providers = PROVIDERS if problem.chain is None else PROVIDERS + CHAIN_ONLY
         use_everything(problem, providers)
 
 

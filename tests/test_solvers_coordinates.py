@@ -21,7 +21,7 @@ from curvlab.solvers.input_coordinates import (
     SampleCoordinates,
     split_gradient,
 )
-from curvlab.solvers.solution import DampedSystem, WeightMeasures
+from curvlab.solvers.systems import DampedSystem, WeightMeasures
 from tests.solver_cases import assert_close, problem
 from tests.test_linalg_factors import randn, roots
 

@@ -62,10 +62,28 @@ def test_a_pi_that_is_not_positive_is_refused(pi: float) -> None:
         curvlab.solvers.KFI(pi=pi)
 
 
-@pytest.mark.parametrize("traces", [(0.0, 1.0), (1.0, 0.0), (0.0, 0.0)])
-def test_pi_is_one_where_a_trace_is_zero(traces: tuple[float, float]) -> None:
-    chosen = split_damping(torch.tensor(traces[0]), 3, torch.tensor(traces[1]), 2)
-    assert (float(chosen.pi), bool(chosen.clamped)) == (1.0, False)
+@pytest.mark.parametrize(
+    ("traces", "expected"),
+    [((0.0, 1.0), (1e-6, True)), ((1.0, 0.0), (1e6, True)), ((0.0, 0.0), (1.0, False))],
+)
+def test_pi_is_at_the_end_of_its_range_where_a_trace_is_zero(
+    traces: tuple[float, float], expected: tuple[float, bool]
+) -> None:
+    chosen = split_damping(torch.tensor(traces[0]).double(), 3, torch.tensor(traces[1]).double(), 2)
+    assert (float(chosen.pi), bool(chosen.clamped)) == expected
+
+
+@pytest.mark.parametrize("zero", ["output", "inputs"])
+@pytest.mark.parametrize("solver", ["kfi", "sm-kfi"])
+def test_without_curvature_the_step_is_that_of_the_damping_alone(solver: str, zero: str) -> None:
+    p = problem(**WIDE)
+    curvature = curvlab.estimate("pch-1", p)
+    layer = curvature.layers[0]
+    given = getattr(layer, zero)
+    flat = replace(curvature, layers=(replace(layer, **{zero: given.map(torch.zeros_like)}),))
+    gradient = {name: p.gradient()[name] for name in flat.blocks}
+    step = curvlab.solve(solver, flat, gradient, alpha=ALPHA).direction["0.weight"]
+    assert_close(step, -gradient["0.weight"] / ALPHA, 1e-4)
 
 
 def test_pi_survives_traces_whose_ratio_overflows() -> None:

@@ -17,7 +17,7 @@ from curvlab.linalg import Factor, Step
 from curvlab.linalg.steps import as_step
 from curvlab.solvers import LayerDirection, LayerGradient, Solver
 from curvlab.solvers.input_coordinates import form_gradient
-from curvlab.solvers.solution import KroneckerSystem
+from curvlab.solvers.systems import KroneckerSystem
 from tests.solver_cases import WIDE, assert_close, problem
 
 # The package has a function of the same name, so the module is asked for by its own.
@@ -113,9 +113,9 @@ def test_layers_are_shared_out_and_products_are_not(monkeypatch: pytest.MonkeyPa
     """Every rank takes part in a product over all rows, so no rank may be left out of a solve by products."""
     asked: list[object] = []
 
-    def solve_shared(systems: Any, process_group: object) -> Any:
+    def solve_shared(systems: Any, units: Any, process_group: object) -> Any:
         asked.append(process_group)
-        return systems.solve_all()
+        return systems.solve_all(units)
 
     monkeypatch.setattr(SOLVE, "_solve_shared", solve_shared)
     p, group = problem(**WIDE), object()

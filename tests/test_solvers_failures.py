@@ -91,9 +91,8 @@ def test_a_hessian_product_that_is_not_finite_is_caught() -> None:
     p = problem(**WIDE)
     curvature = curvlab.estimate("hessian", p)
     layers = list(curvature.layers)
-    block = layers[0].weight_operator
-    assert block is not None
-    layers[0] = replace(layers[0], weight_operator=replace(block, product=lambda x: x * float("nan")))  # type: ignore[type-var]
+    spoilt = replace(layers[0].blocks["0.weight"], product=lambda x: x * float("nan"))
+    layers[0] = replace(layers[0], operators=layers[0].blocks | {"0.weight": spoilt})
     with pytest.raises(SolveError, match="layer `0`"):
         curvlab.solve("cg", replace(curvature, layers=tuple(layers)), p.gradient(), alpha=0.1)
 

@@ -245,8 +245,10 @@ def test_a_loader_that_refills_one_buffer_is_detected() -> None:
             for x, y in zip(inputs.split(3), targets.split(3), strict=True):
                 yield buffer.copy_(x), y
 
-    with pytest.raises(StaleError, match="new tensor for every batch"):
-        curvlab.estimate("fisher", problem.with_data(Refilling()))
+    wide = nn.Sequential(nn.Unflatten(1, (1, 5, 6)), nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(24, 2))
+    for case in (problem, curvlab.Problem(wide.double(), "cross-entropy", inputs, targets)):
+        with pytest.raises(StaleError, match="new tensor for every batch"):
+            curvlab.estimate("fisher", case.with_data(Refilling()))
     gradient, expected = problem.with_data(Refilling()).gradient(), problem.gradient()
     torch.testing.assert_close(gradient["0.weight"], expected["0.weight"])
 

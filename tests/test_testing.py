@@ -89,7 +89,10 @@ def with_outputs(curvature: Curvature, change: Callable[[Tensor], Tensor]) -> Cu
 
 
 def with_bias_operator(curvature: Curvature, make: Callable[[LayerCurvature], OperatorBlock]) -> Curvature:
-    layers = tuple(replace(x, bias_operator=make(x)) for x in curvature.layers)
+    layers = tuple(
+        LayerCurvature(x.name, x.weight_name, x.bias_name, x.output, x.inputs, bias_operator=make(x))
+        for x in curvature.layers
+    )
     return replace(curvature, layers=layers)
 
 

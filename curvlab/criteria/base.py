@@ -72,6 +72,24 @@ class Criterion(ABC):
         basis = torch.eye(k, dtype=logits.dtype, device=logits.device)[:, None, :].expand(k, m, k)
         return self.hessian_products(logits, targets, basis).movedim(0, 1)
 
+    def hessian_factors(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+        """L⁺ and L⁻, each (columns, m, K), with ∇²ξ = L⁺L⁺ᵀ - L⁻L⁻ᵀ; None where nothing is negative."""
+        values, vectors = torch.linalg.eigh(self.hessians(logits, targets))
+        columns = vectors.permute(2, 0, 1)
+        plus = columns * values.clamp(min=0).sqrt().T[..., None]
+        rounding = 8 * torch.finfo(values.dtype).eps * values.abs().amax()
+        if self.convex or not bool((values < -rounding).any()):
+            return plus, None
+        return plus, columns * (-values).clamp(min=0).sqrt().T[..., None]
+
+    def draw_hessian(
+        self, logits: Tensor, targets: Tensor, signs: Tensor, negative_signs: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """L⁺ε and L⁻ε, each (m, K), for signs ε of the columns, (m, K)."""
+        plus, minus = self.hessian_factors(logits, targets)
+        drawn = torch.einsum("mr,rmk->mk", signs, plus)
+        return drawn, None if minus is None else torch.einsum("mr,rmk->mk", negative_signs, minus)
+
     def sample(self, logits: Tensor, uniforms: Tensor) -> Tensor:
         """Targets drawn from the model's own prediction; `uniforms` in (0, 1), (m, K), decides the draw."""
         raise self._has_no_labels()

@@ -35,7 +35,8 @@ def criterion_from(obj: object) -> Criterion:
     if isinstance(obj, Hashable) and obj in FUNCTIONS:
         return FUNCTIONS[obj]
     if callable(obj):
-        return FunctionCriterion(obj, name=getattr(obj, "__name__", type(obj).__name__))
+        name = getattr(obj, "__name__", type(obj).__name__)
+        return FunctionCriterion(obj, name=name, batched=obj)
     raise ProblemError(
         f"`criterion` is {obj!r}; expected a curvlab Criterion, a torch loss such as nn.CrossEntropyLoss(), "
         "or a function from (logits, target) of one example to a scalar"
@@ -76,7 +77,7 @@ def _from_loss(loss: _Loss) -> Criterion:
             "`criterion` is NLLLoss with class weights; use nn.CrossEntropyLoss with the same weights, "
             "which on log-probabilities has the same value"
         )
-    return FunctionCriterion(OneExample(loss), name=name)
+    return FunctionCriterion(OneExample(loss), name=name, batched=loss)
 
 
 def _cross_entropy(loss: nn.CrossEntropyLoss) -> CrossEntropy:

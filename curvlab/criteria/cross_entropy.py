@@ -158,6 +158,21 @@ class CrossEntropy(Criterion):
         """Give s_i p_i ⊙ (v_i - p_iᵀ v_i)."""
         return self._masses(logits, targets)[:, None] * covariance_products(logits.softmax(-1), vectors)
 
+    def hessian_factors(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Columns √(s p_c) (e_c - p), since Σ_c p_c (e_c - p)(e_c - p)ᵀ = diag(p) - ppᵀ."""
+        p = logits.softmax(-1)
+        roots = (self._masses(logits, targets)[:, None] * p).sqrt()
+        identity = torch.eye(p.shape[1], dtype=p.dtype, device=p.device)
+        return roots.T[:, :, None] * (identity[:, None, :] - p), None
+
+    def draw_hessian(
+        self, logits: Tensor, targets: Tensor, signs: Tensor, negative_signs: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """√(s p) ⊙ ε - p Σ_c √(s p_c) ε_c, with no matrix of K × K."""
+        p = logits.softmax(-1)
+        drawn = (self._masses(logits, targets)[:, None] * p).sqrt() * signs
+        return drawn - p * drawn.sum(-1, keepdim=True), None
+
     def sample(self, logits: Tensor, uniforms: Tensor) -> Tensor:
         """Class indices from softmax(logits), whose weight in the mean stays that of the given target."""
         return draw(logits.softmax(-1), uniforms[:, 0])

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import grad, vjp, vmap
 
 from curvlab.criteria.base import Criterion
@@ -37,6 +37,8 @@ class FunctionCriterion(Criterion):
     function: Callable[[Tensor, Tensor], Tensor]
     sampler: Callable[[Tensor, Tensor], Tensor] | None = None
     name: str = "function"  # type: ignore[misc]  # each user function has its own
+    batched: Callable[[Tensor, Tensor], Tensor] | None = None
+    """What the user gave, perhaps for a batch: its value must then be the mean, or the sum, of examples."""
 
     def check(self, logits: Tensor, targets: Tensor) -> None:
         """Raise `ProblemError` unless the function is a scalar of one example, twice differentiable."""
@@ -64,6 +66,36 @@ class FunctionCriterion(Criterion):
                 "expected a scalar: sum or average over the outputs"
             )
         self._check_one_example(logits.detach(), targets)
+        self._check_batch_mean(logits.detach(), targets)
+
+    def _check_batch_mean(self, logits: Tensor, targets: Tensor) -> None:
+        """Refuse what is no plain mean of its examples: class weights, `ignore_index`, pairs of examples."""
+        if self.batched is None:
+            return
+        singles = self.losses(logits, targets)
+        if not bool(torch.isfinite(singles).all()):
+            raise ProblemError(
+                f"criterion `{self.name}` is not finite for {int((~torch.isfinite(singles)).sum())} of "
+                f"{len(singles)} examples by themselves (ignored labels?): it is no mean of the examples. "
+                f"Use `cross-entropy` with `ignore_index`, or leave these examples out"
+            )
+        if len(logits) < 2:
+            return
+        try:
+            whole = self.batched(logits, targets)
+        except Exception:
+            return  # a function of one example, which takes no batch
+        if not isinstance(whole, Tensor) or whole.shape != () or not self._means(logits, targets, singles):
+            return
+        expected = torch.stack([singles.mean(), singles.sum()])
+        slack = 1e-4 if logits.dtype == torch.float32 else 1e-8
+        if not bool(torch.isclose(whole.to(expected), expected, rtol=slack, atol=slack).any()):
+            raise ProblemError(
+                f"criterion `{self.name}` gives {float(whole):.6g} for the batch and "
+                f"{float(singles.mean()):.6g} on average for its examples alone: it weighs them, or lets "
+                f"them depend on each other. Use a criterion of curvlab with class weights, or "
+                f"FunctionCriterion(f) for a function that is meant for one example"
+            )
 
     def _check_one_example(self, logits: Tensor, targets: Tensor) -> None:
         """Refuse a function that averages over the first dimension: for it, outputs would be examples.
@@ -87,6 +119,18 @@ class FunctionCriterion(Criterion):
                 f"it takes the {outputs} outputs for examples. Expected a function of one example, of "
                 f"logits of shape ({outputs},) and a target, with no mean over the batch"
             )
+
+    def _means(self, logits: Tensor, targets: Tensor, singles: Tensor) -> bool:
+        """Whether what the user gave is meant for a batch: a torch loss is, a function if it averages.
+
+        An example twice over has the mean of one; a function of one example makes anything of it.
+        """
+        if self.batched is None or isinstance(self.batched, nn.Module):
+            return self.batched is not None
+        twice = self.batched(
+            logits[:1].expand(2, *logits.shape[1:]), targets[:1].expand(2, *targets.shape[1:])
+        )
+        return bool(torch.isclose(twice.to(singles), singles[0], rtol=1e-5))
 
     def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Give ξ_i by `vmap`."""

@@ -1,5 +1,6 @@
-"""Data sets by name: deterministic, standardised by their training set, with flattened inputs.
+"""Data sets by name: deterministic, standardised by their training set.
 
+Inputs come flattened, as rows; images keep their shape with `given_as("images")`, `characters` are tokens.
 Other packages add theirs through the entry-point group `curvlab.datasets`.
 
 >>> digits = dataset("digits[train=1000]").load(seed=0)
@@ -10,18 +11,20 @@ Other packages add theirs through the entry-point group `curvlab.datasets`.
 
 from __future__ import annotations
 
+from curvlab.data.characters import Characters
 from curvlab.data.cifar10 import Cifar10, Cifar10Enlarged
-from curvlab.data.dataset import Batches, Dataset, Examples
+from curvlab.data.dataset import Batches, Dataset, Examples, InputKind
 from curvlab.data.digits import Digits
 from curvlab.data.image_folder import ImageFolder
-from curvlab.data.inputs import FileInputs, Inputs, PixelInputs, TensorInputs
+from curvlab.data.inputs import FileInputs, Inputs, PixelInputs, TensorInputs, TokenInputs
 from curvlab.data.source import Source
 from curvlab.data.standardise import Standardisation
-from curvlab.data.synthetic import Synthetic, SyntheticRegression
+from curvlab.data.synthetic import Synthetic, SyntheticImages, SyntheticRegression
 from curvlab.registry import Registry
 
 __all__ = [
     "Batches",
+    "Characters",
     "Cifar10",
     "Cifar10Enlarged",
     "Dataset",
@@ -29,13 +32,16 @@ __all__ = [
     "Examples",
     "FileInputs",
     "ImageFolder",
+    "InputKind",
     "Inputs",
     "PixelInputs",
     "Source",
     "Standardisation",
     "Synthetic",
+    "SyntheticImages",
     "SyntheticRegression",
     "TensorInputs",
+    "TokenInputs",
     "dataset",
     "datasets",
 ]
@@ -48,6 +54,8 @@ datasets.register("image-folder", ImageFolder, "a folder of images for each clas
 datasets.register("imagenet10", ImageFolder, "ten classes of an ImageNet folder, by the seed", classes=10)
 datasets.register("synthetic", Synthetic, "classes by a teacher network, any shape")
 datasets.register("synthetic-regression", SyntheticRegression, "real targets by a teacher network, any shape")
+datasets.register("synthetic-images", SyntheticImages, "images with classes by a teacher network, any shape")
+datasets.register("characters", Characters, "generated text, every next character to be predicted")
 
 
 def dataset(spec: str | Source) -> Source:

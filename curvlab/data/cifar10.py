@@ -58,6 +58,10 @@ class Cifar10(Source):
     architecture: ClassVar[str] = "cifar10-fcnn"
     release: ClassVar[Release] = OFFICIAL
 
+    def sizes(self) -> tuple[tuple[int, ...], int]:
+        """32×32 pixels of three channels, ten classes."""
+        return (3, 32, 32), len(CLASSES)
+
     def _load(self, seed: int, data_dir: Path | None) -> Dataset:
         return _dataset(self.release, data_dir, "cifar10", 32, "bilinear", "")
 
@@ -77,6 +81,10 @@ class Cifar10Enlarged(Source):
         super().__post_init__()
         if self.size < 1:
             raise SpecError(f"size is {self.size}; use 1 or more pixels, e.g. 224")
+
+    def sizes(self) -> tuple[tuple[int, ...], int]:
+        """`size` × `size` pixels of three channels, ten classes."""
+        return (3, self.size, self.size), len(CLASSES)
 
     def _load(self, seed: int, data_dir: Path | None) -> Dataset:
         resized = f" Enlarged from 32×32 to {self.size}×{self.size} by {self.interpolation} interpolation."

@@ -8,27 +8,48 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from curvlab.data.inputs import Inputs
+from curvlab.data.inputs import Inputs, TokenInputs
 from curvlab.data.splits import permutation, stratified_subset
 from curvlab.exceptions import DataError, SpecError
 
-__all__ = ["Batches", "Dataset", "Examples"]
+__all__ = ["Batches", "Dataset", "Examples", "InputKind"]
+
+InputKind = Literal["rows", "images", "tokens"]
+
+DESCRIPTIONS = {
+    "rows": "rows of features",
+    "images": "images (channels, height, width)",
+    "tokens": "sequences of tokens",
+}
+ADVICE = {
+    "rows": "digits, cifar10 or synthetic data",
+    "images": "digits, cifar10 or synthetic-images",
+    "tokens": "the data set characters",
+}
+NETWORKS = {
+    "rows": "a fully-connected network (fcnn)",
+    "images": "a network for images (cnn, resnet8, vit-tiny) or an fcnn",
+    "tokens": "a network for tokens (gpt-nano)",
+}
 
 
 @dataclass(frozen=True, eq=False)
 class Examples:
     """Inputs with their targets.
 
-    Targets are class indices (int64), values (floating point, (examples, outputs)), or `None` where
-    the inputs are their own targets.
+    Targets are class indices (int64; one for each token where the inputs are tokens), values (floating
+    point, (examples, outputs)), or `None` where the inputs are their own targets. Batches hold inputs
+    as rows, (examples, features), or with `shaped` in their own shape, (examples, *shape).
     """
 
     inputs: Inputs
     targets: Tensor | None
+    shaped: bool = False
 
     def __post_init__(self) -> None:
         if self.targets is not None and len(self.targets) != len(self.inputs):
@@ -51,7 +72,7 @@ class Examples:
 
     def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs and targets of these examples."""
-        rows = self.inputs.rows(indices)
+        rows = self.inputs.shaped(indices) if self.shaped else self.inputs.rows(indices)
         return rows, rows if self.targets is None else self.targets[indices]
 
     def all(self) -> tuple[Tensor, Tensor]:
@@ -64,18 +85,20 @@ class Examples:
 
     def select(self, indices: Tensor) -> Examples:
         """These examples only."""
-        return Examples(self.inputs.select(indices), None if self.targets is None else self.targets[indices])
+        targets = None if self.targets is None else self.targets[indices]
+        return replace(self, inputs=self.inputs.select(indices), targets=targets)
 
     def subset(self, count: int, seed: int = 0) -> Examples:
-        """`count` of them drawn by `seed`, each class in proportion."""
-        return self.select(stratified_subset(self.labels, len(self), count, seed))
+        """`count` of them drawn by `seed`, each class in proportion where an example has one class."""
+        labels = self.labels if self.labels is not None and self.labels.ndim == 1 else None
+        return self.select(stratified_subset(labels, len(self), count, seed))
 
     def to(self, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Examples:
         """The same examples on `device`, inputs and real targets in `dtype`; labels stay int64."""
         targets = self.targets
         if targets is not None:
             targets = targets.to(device) if self.labels is not None else targets.to(device, dtype)
-        return Examples(self.inputs.to(device, dtype), targets)
+        return replace(self, inputs=self.inputs.to(device, dtype), targets=targets)
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,6 +167,34 @@ class Dataset:
     def features(self) -> int:
         """Inputs a network for this data has."""
         return self.train.features
+
+    @property
+    def kind(self) -> InputKind:
+        """What an example is: a row of features, an image (channels, height, width), or tokens."""
+        if isinstance(self.train.inputs, TokenInputs):
+            return "tokens"
+        return "images" if len(self.shape) == 3 else "rows"
+
+    def given_as(self, kind: InputKind) -> Dataset:
+        """The same data with inputs as a network takes them: rows, images or tokens.
+
+        Images are rows too, flattened; nothing else is what it is not.
+
+        >>> from curvlab.data import dataset
+        >>> digits = dataset("digits").load().given_as("images")
+        >>> next(iter(digits.batches(100)))[0].shape
+        torch.Size([100, 1, 8, 8])
+        """
+        if kind not in DESCRIPTIONS:
+            raise DataError(f"inputs are wanted as `{kind}`; use one of {', '.join(DESCRIPTIONS)}")
+        if kind != self.kind and (self.kind, kind) != ("images", "rows"):
+            raise DataError(
+                f"the network takes {DESCRIPTIONS[kind]}, and the data set `{self.name}` has "
+                f"{DESCRIPTIONS[self.kind]}, of shape {self.shape} each; use {ADVICE[kind]}, or "
+                f"{NETWORKS[self.kind]}"
+            )
+        shaped = kind == "images"
+        return replace(self, train=replace(self.train, shaped=shaped), test=replace(self.test, shaped=shaped))
 
     @property
     def outputs(self) -> int:

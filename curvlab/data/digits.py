@@ -30,6 +30,10 @@ class Digits(Source):
 
     architecture: ClassVar[str] = "digits-fcnn"
 
+    def sizes(self) -> tuple[tuple[int, ...], int]:
+        """8×8 pixels of one channel, ten digits."""
+        return (1, 8, 8), 10
+
     def _load(self, seed: int, data_dir: Path | None) -> Dataset:
         pixels, labels = load_digits(return_X_y=True)
         inputs, targets = torch.from_numpy(pixels), torch.from_numpy(labels).long()

@@ -52,6 +52,10 @@ class ImageFolder(Source):
         if not 0 < self.test_fraction < 1:
             raise SpecError(f"test_fraction is {self.test_fraction}; use a number between 0 and 1, e.g. 0.2")
 
+    def sizes(self) -> tuple[tuple[int, ...], int] | None:
+        """`size` × `size` pixels of three channels, where it is said how many classes there are."""
+        return None if self.classes is None else ((3, self.size, self.size), self.classes)
+
     def _load(self, seed: int, data_dir: Path | None) -> Dataset:
         root = user_folder(data_dir)
         if root is None:

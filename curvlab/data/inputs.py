@@ -1,6 +1,7 @@
-"""Where the inputs of examples come from: a tensor, 8-bit images in memory, or image files.
+"""Where the inputs of examples come from: a tensor, tokens, 8-bit images in memory, or image files.
 
-All three give rows by index, flattened to (examples, features) in floating point. The last two
+All give rows by index, flattened to (examples, features), or the same values in their own shape,
+(examples, channels, height, width) for images; in floating point, except tokens. The last two
 standardise, and enlarge or decode, only what is asked for: CIFAR-10 at 224×224 would be 36 GB as
 float32, and is 184 MB as the 32×32 pixels it is kept in.
 """
@@ -23,7 +24,16 @@ from torch.nn.functional import interpolate
 from curvlab.data.standardise import Standardisation
 from curvlab.exceptions import DataError
 
-__all__ = ["FileInputs", "Inputs", "Interpolation", "PixelInputs", "TensorInputs", "decode", "resize"]
+__all__ = [
+    "FileInputs",
+    "Inputs",
+    "Interpolation",
+    "PixelInputs",
+    "TensorInputs",
+    "TokenInputs",
+    "decode",
+    "resize",
+]
 
 Interpolation = Literal["bilinear", "nearest"]
 
@@ -47,6 +57,10 @@ class Inputs(ABC):
     @abstractmethod
     def rows(self, indices: Tensor) -> Tensor:
         """The inputs of these examples, (examples, features)."""
+
+    def shaped(self, indices: Tensor) -> Tensor:
+        """The inputs of these examples in their own shape, (examples, *shape)."""
+        return self.rows(indices).reshape(len(indices), *self.shape)
 
     @abstractmethod
     def select(self, indices: Tensor) -> Inputs:
@@ -86,6 +100,37 @@ class TensorInputs(Inputs):
     def to(self, device: torch.device | str, dtype: torch.dtype) -> TensorInputs:
         """The tensor on `device` in `dtype`."""
         return TensorInputs(self.values.to(device=device, dtype=dtype))
+
+
+@dataclass(frozen=True, eq=False)
+class TokenInputs(Inputs):
+    """Sequences of tokens, (examples, length), which stay integers in every dtype.
+
+    >>> TokenInputs(torch.zeros(3, 5, dtype=torch.int64)).to("cpu", torch.float64).rows(torch.arange(2)).dtype
+    torch.int64
+    """
+
+    tokens: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The length of a sequence."""
+        return (self.tokens.shape[1],)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """The sequences of these examples."""
+        return self.tokens[indices]
+
+    def select(self, indices: Tensor) -> TokenInputs:
+        """These examples as a source of their own."""
+        return TokenInputs(self.tokens[indices])
+
+    def to(self, device: torch.device | str, dtype: torch.dtype) -> TokenInputs:
+        """The tokens on `device`."""
+        return TokenInputs(self.tokens.to(device))
 
 
 @dataclass(frozen=True, eq=False)

@@ -38,6 +38,15 @@ class Source(ABC):
         folder = None if data_dir is None else Path(data_dir).expanduser()
         return self._load(seed, folder).subset(self.train, self.test, seed)
 
+    def sizes(self) -> tuple[tuple[int, ...], int] | None:
+        """Shape of an example and outputs of a network for it; None where only loading it tells.
+
+        >>> from curvlab.data import dataset
+        >>> dataset("cifar10").sizes()
+        ((3, 32, 32), 10)
+        """
+        return None
+
     @abstractmethod
     def _load(self, seed: int, data_dir: Path | None) -> Dataset:
         """The whole data set."""

@@ -15,7 +15,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from curvlab.curvature import Curvature, LayerCurvature
+from curvlab.curvature import Curvature
+from curvlab.curvature_layers import LayerCurvature, OperatorLayer
 from curvlab.distributed.communicator import Communicator
 from curvlab.linalg import Block
 from curvlab.linalg.factors import frobenius_norm
@@ -87,8 +88,6 @@ def join_operators(curvature: Curvature, communicator: Communicator, share: floa
 
 
 def _layer(layer: LayerCurvature, communicator: Communicator, share: float) -> LayerCurvature:
-    weight, bias = (
-        None if block is None else JoinedBlock(block, communicator, share)
-        for block in (layer.weight_operator, layer.bias_operator)
-    )
-    return replace(layer, weight_operator=weight, bias_operator=bias)
+    if not isinstance(layer, OperatorLayer):
+        return layer
+    return layer.map_blocks(lambda block: JoinedBlock(block, communicator, share))

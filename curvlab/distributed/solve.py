@@ -26,7 +26,7 @@ from torch import Tensor
 
 from curvlab.curvature import LayerCurvature
 from curvlab.distributed.communicator import Communicator, Failure, TensorLike, failure_of
-from curvlab.linalg import GramFactor
+from curvlab.linalg import DiagonalFactor, GramFactor
 from curvlab.linalg.factors import InputKind
 
 __all__ = [
@@ -78,16 +78,21 @@ def layer_cost(layer: LayerCurvature, input_factor: InputKind, iterations: float
     """
     assert layer.output is not None
     o, size = layer.output.size, layer.output.example.element_size()
-    output = 2.0 * o * o * iterations if iterations else 2.0 * o**3
+    diagonal = isinstance(layer.output, DiagonalFactor)
+    product = 2.0 * o if diagonal else 2.0 * o * o
+    output = product * iterations if iterations else product if diagonal else product * o
     if layer.inputs is None or layer.weight_name is None:
         return Cost(output, size * o)
     full = layer.inputs.full
     n = full.size
+    if isinstance(full, DiagonalFactor) and input_factor == "full":
+        products = max(iterations, 1.0) * n * (product + 2.0 * o)
+        return Cost(output + products, size * (o * n + o))
     m = len(full.rows) if isinstance(full, GramFactor) else n
     gram = 2.0 * m * m * n if isinstance(full, GramFactor) else 0.0
     if input_factor == "mean":
         return Cost(output + gram + 2.0 * o * m, size * (o * m + o))
-    products = 2.0 * (o * m * m + o * o * m)
+    products = 2.0 * o * m * m + product * m
     inner = iterations * products if iterations else m**3 + products
     return Cost(output + gram + inner, size * (o * m + o))
 

@@ -26,8 +26,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import sqrt
-from typing import Any, ClassVar, Literal, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -36,8 +37,9 @@ from curvlab.distributed.communicator import Communicator
 from curvlab.exceptions import NoRowsError, RankError
 from curvlab.gradient import Gradient, RowFactor, RowGradient
 from curvlab.linalg import DenseFactor, Factor, GramFactor
-from curvlab.linalg.factors import InputFactors
+from curvlab.linalg.factors import DiagonalFactor, InputFactors
 from curvlab.model.graph import Network
+from curvlab.model.layers import Layer
 from curvlab.model.recording import Recording
 from curvlab.staleness import Versions
 
@@ -104,13 +106,13 @@ Values = tuple[Tensor | Factor | InputFactors, ...]
 class Statistic(Protocol):
     """What is known here of a statistic: a hashable value that all ranks ask for alike.
 
-    `keyed_by_row` is whether it reads the rows' numbers, and `row_factor` which factor of the weights'
-    gradients its rows are, if any: those are sent once for both. What it computes is for its accumulator to
-    know.
+    `row_factor` is which factor of the weights' gradients its rows are, if any: those are sent once for both.
+    What it computes is for its accumulator to know.
     """
 
-    keyed_by_row: ClassVar[bool]
-    row_factor: ClassVar[RowFactor | None]
+    @property
+    def row_factor(self) -> RowFactor | None:
+        """Which factor of the weights' gradients its rows are; None: neither."""
 
 
 class Accumulator(Protocol):
@@ -137,6 +139,10 @@ class LocalRows(Protocol):
     """The rows of one rank: a `Problem`, as far as it is needed here."""
 
     network: Network
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """The layers that have blocks."""
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -220,6 +226,8 @@ def _entry(owner: str, place: int, value: Joinable) -> PayloadEntry:
     assert isinstance(value, InputFactors | Factor)
     kind: Kind = "inputs" if isinstance(value, InputFactors) else "factor"
     factor = value.full if isinstance(value, InputFactors) else value
+    if isinstance(factor, DiagonalFactor):
+        return PayloadEntry(owner, place, kind, (factor.size,), factor.values.dtype)
     rows = len(factor.rows) if isinstance(factor, GramFactor) else None
     return PayloadEntry(owner, place, kind, (factor.size, factor.size), factor.example.dtype, rows)
 
@@ -307,31 +315,28 @@ def join_statistics(
     communicator: Communicator,
     kept: JoinedStatistics | None,
     statistics: Sequence[Statistic] = (),
-    accumulator: Callable[[Sequence[Any], int], Accumulator] | None = None,
+    accumulator: Callable[[Sequence[Any]], Accumulator] | None = None,
     *,
     gradient: bool = False,
     loss: bool = False,
 ) -> JoinedStatistics:
     """The means over the rows of all ranks; every rank must make this call with the same wishes.
 
-    `kept` is what an earlier call returned. `accumulator(statistics, first_row)` takes the means of those of
-    the `statistics` that are lacking, with the rows of this rank numbered from `first_row` on.
+    `kept` is what an earlier call returned. `accumulator(statistics)` takes the means of those of the
+    `statistics` that are lacking.
     """
     wanted = _Wanted(tuple(statistics), gradient, loss)
-    first_row = 0
-    if any(statistic.keyed_by_row for statistic in statistics):
-        first_row = sum(communicator.collect(local.examples)[: communicator.rank])
     if kept is None or kept.communicator != communicator or kept.versions.differing(local.tensors):
         kept = JoinedStatistics(communicator, local.versions)
 
-    def numbered(lacking: Sequence[Statistic]) -> Accumulator | None:
-        return None if accumulator is None or not lacking else accumulator(lacking, first_row)
+    def start(lacking: Sequence[Statistic]) -> Accumulator | None:
+        return None if accumulator is None or not lacking else accumulator(lacking)
 
-    call = _Call(local, wanted, numbered, kept)
+    call = _Call(local, wanted, start, kept)
     reports = call.reports()
     if len({(report.lacks, report.keeps) for report in reports}) > 1:
         # Some rank has other data than before: nothing that was kept is of the same rows.
-        call = _Call(local, wanted, numbered, JoinedStatistics(communicator, local.versions))
+        call = _Call(local, wanted, start, JoinedStatistics(communicator, local.versions))
         reports = call.reports()
     call.finish(reports)
     return call.joined
@@ -351,8 +356,12 @@ class _Call:
         self.communicator = joined.communicator
         self.lacking = wanted.lacking(joined)
         self.owners = _owner_names(wanted.statistics)
-        self.weights = [str(layer.weight_name) for layer in local.network.selected]
         self.held: list[Joinable] = []
+
+    @cached_property
+    def weights(self) -> list[str]:
+        """The weights whose gradients are kept in factors."""
+        return _row_weights(self.local.layers)
 
     def reports(self) -> list[_Report]:
         """The reports of all ranks; where a rank fails in its own pass, all raise."""
@@ -364,6 +373,8 @@ class _Call:
         report = _Report(lacks, tuple(self.joined.rows))
         if todo.nothing:
             return report
+        if todo.gradient:
+            _ = self.weights  # here, where an error is raised on all ranks
         try:
             statistics = self.accumulator(todo.statistics)
             means = self.local.local_means(statistics, gradient=todo.gradient, loss=todo.loss)
@@ -386,7 +397,7 @@ class _Call:
         template = next(report.entries for report in reports if report.weight)
         values: list[Joinable] = []
         if template:
-            device = self.local.network.layers[0].weight.device
+            device = self.local.network.example.device
             mine = _Mine(self.held, self.joined.share, device)
             values = _exchange(self.communicator, reports, mine, self.joined.rows)
         self._keep(template, values)
@@ -405,14 +416,24 @@ class _Call:
 
     def _gradient(self, by_place: dict[int, Joinable]) -> Gradient:
         entries: dict[str, Tensor | RowGradient] = {}
-        biases = len(self.weights)
-        for place, layer in enumerate(self.local.network.selected):
-            if layer.weight_name is not None:
-                entries[layer.weight_name] = cast(Tensor | RowGradient, by_place[place])
-            if layer.bias_name is not None:
-                entries[layer.bias_name] = cast(Tensor, by_place[biases])
-                biases += 1
+        others = len(self.weights)
+        for name in (name for layer in self.local.layers for name in layer.names):
+            place = self.weights.index(name) if name in self.weights else others
+            others += place == others
+            entries[name] = cast(Tensor | RowGradient, by_place[place])
         return Gradient(entries)
+
+
+def _row_weights(layers: Sequence[Layer]) -> list[str]:
+    """The names of the weights whose gradients are held in rows, at the places of their input factors."""
+    names: list[str] = []
+    for layer in layers:
+        if layer.kind == "linear":
+            names.append(str(layer.weight_name))
+        else:
+            parts = sum(len(role.parts) for role in layer.roles)
+            names += [f"{layer.name}, part {part}, by no rows" for part in range(parts)]
+    return names
 
 
 def _check_alike(reports: Sequence[_Report]) -> None:
@@ -458,10 +479,14 @@ class _Mine:
 
 def _dense_tensors(held: Joinable) -> list[Tensor]:
     if isinstance(held, InputFactors):
-        return [held.full.to_dense(), held.mean]
+        return [_dense_or_diagonal(held.full), held.mean]
     if isinstance(held, RowGradient):
         return [held.form()]
-    return [held.to_dense() if isinstance(held, Factor) else held]
+    return [_dense_or_diagonal(held) if isinstance(held, Factor) else held]
+
+
+def _dense_or_diagonal(factor: Factor) -> Tensor:
+    return factor.values if isinstance(factor, DiagonalFactor) else factor.to_dense()
 
 
 def _row_factor(held: Joinable, key: RowsKey) -> GramFactor:
@@ -528,6 +553,7 @@ def _joined_value(
         if entry.owner == GRADIENT:
             return RowGradient(*factors)
         return InputFactors(factors[0]) if entry.kind == "inputs" else factors[0]
-    if entry.kind == "inputs":
-        return InputFactors(DenseFactor(totals[0]), totals[1])
-    return DenseFactor(totals[0]) if entry.kind == "factor" else totals[0]
+    if entry.kind in ("inputs", "factor"):
+        factor = DiagonalFactor(totals[0]) if totals[0].ndim == 1 else DenseFactor(totals[0])
+        return InputFactors(factor, totals[1]) if entry.kind == "inputs" else factor
+    return totals[0]

@@ -1,13 +1,22 @@
-"""The small algebra: symmetric factors, Kronecker and matrix-free blocks, PosEig, CG.
+"""The small algebra: symmetric factors, parameters as matrices, blocks, steps, PosEig, CG.
 
 Nothing here knows of networks; nothing here imports the rest of curvlab.
 """
 
 from __future__ import annotations
 
-from curvlab.linalg.blocks import Block, FactorBlock, KroneckerBlock, OperatorBlock
+from curvlab.linalg.blocks import (
+    Block,
+    FactorBlock,
+    KroneckerBlock,
+    OperatorBlock,
+    ShiftedBlock,
+    SumBlock,
+    ViewedBlock,
+)
 from curvlab.linalg.factors import (
     DenseFactor,
+    DiagonalFactor,
     Factor,
     GramFactor,
     RankOneFactor,
@@ -16,22 +25,29 @@ from curvlab.linalg.factors import (
     poseig,
     poseig_diagonal,
 )
-from curvlab.linalg.steps import Combination, Matrix, RowProduct, Step, TensorStep
+from curvlab.linalg.steps import Combination, Matrix, RowProduct, Step, TensorStep, ViewStep
+from curvlab.linalg.views import MatrixView
 
 __all__ = [
     "Block",
     "Combination",
     "DenseFactor",
+    "DiagonalFactor",
     "Factor",
     "FactorBlock",
     "GramFactor",
     "KroneckerBlock",
     "Matrix",
+    "MatrixView",
     "OperatorBlock",
     "RankOneFactor",
     "RowProduct",
+    "ShiftedBlock",
     "Step",
+    "SumBlock",
     "TensorStep",
+    "ViewStep",
+    "ViewedBlock",
     "congruence",
     "gram",
     "poseig",

@@ -2,6 +2,9 @@
 
 factor block      b ↦ B b                       a bias
 Kronecker block   X ↦ B X A,  dense form B ⊗ A  a weight, rows flattened as torch does
+viewed block      X_g ↦ B_g X_g A_g for all g   a weight seen as one or several matrices (see `views`)
+sum block         X ↦ Σ_k C_k X                 a matrix used in several ways
+shifted block     X ↦ C X + λ X                 any of them and a multiple of the identity
 operator block    X ↦ f(X)                      matrix-free: exact Hessian, exact Gauss-Newton
 """
 
@@ -15,9 +18,20 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from curvlab.linalg.factors import Factor, frobenius_norm
+from curvlab.linalg.factors import Factor, InputFactors, frobenius_norm, inner_product
+from curvlab.linalg.views import MatrixView
 
-__all__ = ["Block", "FactorBlock", "KroneckerBlock", "OperatorBlock", "check_dense_bytes", "dense_from"]
+__all__ = [
+    "Block",
+    "FactorBlock",
+    "KroneckerBlock",
+    "OperatorBlock",
+    "ShiftedBlock",
+    "SumBlock",
+    "ViewedBlock",
+    "check_dense_bytes",
+    "dense_from",
+]
 
 DENSE_BYTES = 2 * 1024**3
 
@@ -120,14 +134,21 @@ class Block(ABC):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class FactorBlock(Block):
-    """A bias block: the factor B itself."""
+    """The factor B itself: a bias block, or that of a parameter of any shape, flattened.
+
+    >>> from curvlab.linalg import DiagonalFactor
+    >>> block = FactorBlock(DiagonalFactor(torch.tensor([1.0, 2.0])), (1, 2))
+    >>> (block @ torch.ones(1, 2)).tolist()
+    [[1.0, 2.0]]
+    """
 
     kind: ClassVar[str] = "factor"
     factor: Factor
+    parameter_shape: tuple[int, ...] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (self.factor.size,)
+        return (self.factor.size,) if self.parameter_shape is None else self.parameter_shape
 
     @property
     def example(self) -> Tensor:
@@ -142,13 +163,13 @@ class FactorBlock(Block):
         return self.factor.nbytes
 
     def matmul(self, x: Tensor) -> Tensor:
-        return self.factor.matmul(x[:, None])[:, 0]
+        return self.factor.matmul(x.reshape(-1, 1)).reshape(self.shape)
 
     def trace(self) -> Tensor:
         return self.factor.trace()
 
     def diagonal(self) -> Tensor:
-        return self.factor.diagonal()
+        return self.factor.diagonal().reshape(self.shape)
 
     def frobenius_norm(self) -> Tensor:
         return self.factor.frobenius_norm()
@@ -164,6 +185,8 @@ class FactorBlock(Block):
 class KroneckerBlock(Block):
     """A weight block B ⊗ A: X ↦ B X A, with B the output factor and A the input factor.
 
+    `source` is A, or the input factors that form it when it is first asked for.
+
     >>> from curvlab.linalg import DenseFactor
     >>> block = KroneckerBlock(DenseFactor(2 * torch.eye(1)), DenseFactor(3 * torch.eye(2)))
     >>> (block @ torch.ones(1, 2)).tolist()
@@ -172,11 +195,16 @@ class KroneckerBlock(Block):
 
     kind: ClassVar[str] = "kronecker"
     output: Factor
-    input: Factor
+    source: Factor | InputFactors
+
+    @property
+    def input(self) -> Factor:
+        """A, formed now where it was not yet."""
+        return self.source if isinstance(self.source, Factor) else self.source.full
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (self.output.size, self.input.size)
+        return (self.output.size, self.source.size)
 
     @property
     def example(self) -> Tensor:
@@ -207,6 +235,179 @@ class KroneckerBlock(Block):
 
     def eigvalsh(self, max_bytes: int = DENSE_BYTES) -> Tensor:
         return torch.outer(self.output.eigvalsh(), self.input.eigvalsh()).flatten().sort().values
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ViewedBlock(Block):
+    """A weight block that is one Kronecker product for each matrix of the weight's view.
+
+    >>> from curvlab.linalg import DenseFactor
+    >>> product = KroneckerBlock(DenseFactor(2 * torch.eye(1)), DenseFactor(3 * torch.eye(4)))
+    >>> block = ViewedBlock(MatrixView((1, 1, 2, 2)), (product,))
+    >>> (block @ torch.ones(1, 1, 2, 2)).flatten().tolist()
+    [6.0, 6.0, 6.0, 6.0]
+    """
+
+    kind: ClassVar[str] = "viewed"
+    view: MatrixView
+    products: tuple[KroneckerBlock, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.view.shape
+
+    @property
+    def example(self) -> Tensor:
+        return self.products[0].example
+
+    @property
+    def form(self) -> str:
+        forms = dict.fromkeys(product.form for product in self.products)
+        several = f"{len(self.products)} × " if len(self.products) > 1 else ""
+        return several + ", ".join(forms)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(product.nbytes for product in self.products)
+
+    def matmul(self, x: Tensor) -> Tensor:
+        matrices = self.view.matrices(x)
+        images = [product.matmul(matrix) for product, matrix in zip(self.products, matrices, strict=True)]
+        return self.view.parameter(torch.stack(images))
+
+    def trace(self) -> Tensor:
+        return torch.stack([product.trace() for product in self.products]).sum()
+
+    def diagonal(self) -> Tensor:
+        return self.view.parameter(torch.stack([product.diagonal() for product in self.products]))
+
+    def frobenius_norm(self) -> Tensor:
+        return torch.linalg.vector_norm(torch.stack([p.frobenius_norm() for p in self.products]))
+
+    def _dense(self) -> Tensor:
+        dense = torch.block_diag(*[product._dense() for product in self.products])
+        # Where each entry of the parameter lies among those of the matrices.
+        places = torch.arange(self.numel, device=dense.device).reshape(self.view.matrix_shape)
+        order = self.view.parameter(places).flatten()
+        return dense[order][:, order]
+
+    def eigvalsh(self, max_bytes: int = DENSE_BYTES) -> Tensor:
+        return torch.cat([product.eigvalsh() for product in self.products]).sort().values
+
+    def sides(self) -> tuple[Factor, Factor] | None:
+        """L and R with X ↦ L X R for a parameter that is a matrix itself; None for any other."""
+        if len(self.products) > 1 or len(self.shape) != 2 or self.view.layout == "transposed-convolution":
+            return None
+        (product,) = self.products
+        sides = (product.output, product.input)
+        return sides if self.view.layout == "rows" else (sides[1], sides[0])
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SumBlock(Block):
+    """A sum of blocks of one parameter: a matrix that is used as a lookup and as a head.
+
+    >>> from curvlab.linalg import DenseFactor
+    >>> block = SumBlock((FactorBlock(DenseFactor(torch.eye(2))), FactorBlock(DenseFactor(2 * torch.eye(2)))))
+    >>> block.trace().item()
+    6.0
+    """
+
+    kind: ClassVar[str] = "sum"
+    blocks: tuple[Block, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.blocks[0].shape
+
+    @property
+    def example(self) -> Tensor:
+        return self.blocks[0].example
+
+    @property
+    def form(self) -> str:
+        return " + ".join(block.form for block in self.blocks)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(block.nbytes for block in self.blocks)
+
+    def matmul(self, x: Tensor) -> Tensor:
+        total = self.blocks[0].matmul(x)
+        for block in self.blocks[1:]:
+            total = total + block.matmul(x)
+        return total
+
+    def trace(self) -> Tensor:
+        return torch.stack([block.trace() for block in self.blocks]).sum()
+
+    def diagonal(self) -> Tensor:
+        return torch.stack([block.diagonal() for block in self.blocks]).sum(0)
+
+    def frobenius_norm(self) -> Tensor:
+        """By ⟨L₁ ⊗ R₁, L₂ ⊗ R₂⟩ = tr(L₁L₂) tr(R₁R₂) where all are such products; else from the dense form."""
+        found = [block.sides() if isinstance(block, ViewedBlock) else None for block in self.blocks]
+        sides = [pair for pair in found if pair is not None]
+        if len(sides) < len(found):
+            return frobenius_norm(self.to_dense())
+        squares = [inner_product(a[0], b[0]) * inner_product(a[1], b[1]) for a in sides for b in sides]
+        return torch.stack(squares).sum().clamp(min=0).sqrt()
+
+    def _dense(self) -> Tensor:
+        return torch.stack([block._dense() for block in self.blocks]).sum(0)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ShiftedBlock(Block):
+    """C + λI.
+
+    >>> from curvlab.linalg import DenseFactor
+    >>> ShiftedBlock(FactorBlock(DenseFactor(torch.eye(2))), 0.5).diagonal().tolist()
+    [1.5, 1.5]
+    """
+
+    kind: ClassVar[str] = "shifted"
+    block: Block
+    shift: float
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.block.shape
+
+    @property
+    def example(self) -> Tensor:
+        return self.block.example
+
+    @property
+    def form(self) -> str:
+        return f"{self.block.form} + {self.shift:g} I"
+
+    @property
+    def nbytes(self) -> int:
+        return self.block.nbytes
+
+    def matmul(self, x: Tensor) -> Tensor:
+        return self.block.matmul(x) + self.shift * x
+
+    def trace(self) -> Tensor:
+        return self.block.trace() + self.shift * self.numel
+
+    def diagonal(self) -> Tensor:
+        return self.block.diagonal() + self.shift
+
+    def frobenius_norm(self) -> Tensor:
+        """‖C + λI‖² = ‖C‖² + 2λ tr C + λ² n."""
+        square = self.block.frobenius_norm().square()
+        cross = 2 * self.shift * self.block.trace()
+        return (square + cross + self.shift**2 * self.numel).clamp(min=0).sqrt()
+
+    def _dense(self) -> Tensor:
+        dense = self.block._dense().clone()
+        dense.diagonal().add_(self.shift)
+        return dense
+
+    def eigvalsh(self, max_bytes: int = DENSE_BYTES) -> Tensor:
+        return self.block.eigvalsh(max_bytes) + self.shift
 
 
 @dataclass(frozen=True, eq=False, repr=False)

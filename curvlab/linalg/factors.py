@@ -5,6 +5,7 @@ A factor is a symmetric n × n matrix held in the form that is cheapest for it:
     dense       F
     Gram        F = Hᵀ diag(c) H     rows h_i (m × n) with their weights c_i ≥ 0 in the mean
     rank one    F = v vᵀ
+    diagonal    F = diag(f)          token frequencies, sides of a vocabulary's size
 
 One set of rules serves all: products, traces, norms and spectra never leave the smaller side. `InputFactors`
 holds the two input factors of a layer: full, E[hhᵀ], and mean, E[h]E[h]ᵀ.
@@ -28,6 +29,7 @@ nor overflows on the way.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -39,6 +41,7 @@ from torch import Tensor
 
 __all__ = [
     "DenseFactor",
+    "DiagonalFactor",
     "Factor",
     "GramFactor",
     "InputFactors",
@@ -48,6 +51,7 @@ __all__ = [
     "congruence",
     "frobenius_norm",
     "gram",
+    "inner_product",
     "max_abs",
     "nonzero_or_one",
     "poseig",
@@ -182,11 +186,12 @@ def poseig(matrix: Tensor, gamma: float) -> Tensor:
 
 
 T = TypeVar("T")
+RECENT = 6  # of one factor: the three factorisations of a factored inverse, for two dampings
 
 
 @dataclass(frozen=True, eq=False)
 class Factor(ABC):
-    """A symmetric n × n matrix in one of three forms; its tensors are the positional fields."""
+    """A symmetric n × n matrix in one of four forms; its tensors are the positional fields."""
 
     kind: ClassVar[str]
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False, kw_only=True)
@@ -237,6 +242,20 @@ class Factor(ABC):
         if key not in self._memo:
             self._memo[key] = make()
         return self._memo[key]
+
+    def remember_recent(self, key: Any, make: Callable[[], T]) -> T:
+        """The same for keys without end, such as dampings: of these only the last few are held."""
+        recent = self.remember("recent", OrderedDict[Any, Any])
+        if key not in recent:
+            recent[key] = make()
+        recent.move_to_end(key)
+        while len(recent) > RECENT:
+            recent.popitem(last=False)
+        return recent[key]
+
+    @abstractmethod
+    def diagonal_block(self, start: int, stop: int) -> Factor:
+        """The factor of the rows and columns from `start` to `stop`, in the same form."""
 
     def quadratic(self, rows: Tensor) -> Tensor:
         """xᵀ F x for each row x."""
@@ -310,6 +329,9 @@ class DenseFactor(Factor):
 
     def frobenius_norm(self) -> Tensor:
         return frobenius_norm(self.matrix)
+
+    def diagonal_block(self, start: int, stop: int) -> DenseFactor:
+        return DenseFactor(self.matrix[start:stop, start:stop])
 
     def eigvalsh(self) -> Tensor:
         return self.remember("eigvalsh", lambda: torch.linalg.eigvalsh(self.matrix))
@@ -398,6 +420,9 @@ class GramFactor(Factor):
     def frobenius_norm(self) -> Tensor:
         return frobenius_norm(self.gram if self.narrow else self.to_dense())
 
+    def diagonal_block(self, start: int, stop: int) -> GramFactor:
+        return GramFactor(self.rows[:, start:stop], self.root)
+
     def eigvalsh(self) -> Tensor:
         return self.remember("eigvalsh", self._eigvalsh)
 
@@ -443,10 +468,75 @@ class RankOneFactor(Factor):
     def frobenius_norm(self) -> Tensor:
         return self.trace()
 
+    def diagonal_block(self, start: int, stop: int) -> RankOneFactor:
+        return RankOneFactor(self.vector[start:stop])
+
     def eigvalsh(self) -> Tensor:
         eigenvalues = self.vector.new_zeros(self.size)
         eigenvalues[-1] = self.trace()
         return eigenvalues
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class DiagonalFactor(Factor):
+    """F = diag(f): nothing of n × n is formed but by `to_dense`.
+
+    >>> DiagonalFactor(torch.tensor([3.0, 4.0])).matmul(torch.ones(2, 1)).flatten().tolist()
+    [3.0, 4.0]
+    """
+
+    kind: ClassVar[str] = "diagonal"
+    values: Tensor
+
+    @property
+    def size(self) -> int:
+        return len(self.values)
+
+    @property
+    def rank_bound(self) -> int:
+        return self.size
+
+    def matmul(self, x: Tensor) -> Tensor:
+        return self.values.reshape(-1, *(1,) * (x.ndim - 1)) * x
+
+    def add_product_(self, target: Tensor, rows: Tensor, scale: float) -> None:
+        target.addcmul_(rows, self.values, value=scale)
+
+    def to_dense(self) -> Tensor:
+        return torch.diag(self.values)
+
+    def trace(self) -> Tensor:
+        return self.values.sum()
+
+    def diagonal(self) -> Tensor:
+        return self.values
+
+    def frobenius_norm(self) -> Tensor:
+        return torch.linalg.vector_norm(self.values)
+
+    def eigvalsh(self) -> Tensor:
+        return self.values.sort().values
+
+    def diagonal_block(self, start: int, stop: int) -> DiagonalFactor:
+        return DiagonalFactor(self.values[start:stop])
+
+
+def inner_product(left: Factor, right: Factor) -> Tensor:
+    """tr(F₁ F₂), on the smaller side of either.
+
+    >>> diagonal = DiagonalFactor(torch.tensor([1.0, 2.0]))
+    >>> inner_product(diagonal, RankOneFactor(torch.tensor([1.0, 3.0]))).item()
+    19.0
+    """
+    for one, other in ((left, right), (right, left)):
+        if isinstance(one, DiagonalFactor):
+            return one.values @ other.diagonal()
+        if isinstance(one, RankOneFactor):
+            return other.quadratic(one.vector[None]).sum()
+    for one, other in ((left, right), (right, left)):
+        if isinstance(one, GramFactor):
+            return one.root.square() @ other.quadratic(one.rows)
+    return (left.to_dense() * right.to_dense()).sum()
 
 
 def row_square_norms(rows: Tensor) -> Tensor:
@@ -461,6 +551,8 @@ InputKind = Literal["full", "mean"]
 class InputFactors:
     """E[hhᵀ] as a factor and E[h] as a vector; a Gram factor brings its own mean.
 
+    `source` is the factor, or what forms it when it is first asked for: who reads E[h] alone never does.
+
     >>> import torch
     >>> from curvlab.linalg import GramFactor
     >>> h = GramFactor(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([0.5, 0.5]).sqrt())
@@ -468,8 +560,23 @@ class InputFactors:
     [0.5, 0.5]
     """
 
-    full: Factor
+    source: Factor | Callable[[], Factor]
     given_mean: Tensor | None = None
+
+    @cached_property
+    def full(self) -> Factor:
+        """E[hhᵀ]; formed now where `source` is what forms it."""
+        return self.source if isinstance(self.source, Factor) else self.source()
+
+    @property
+    def formed(self) -> bool:
+        """Whether E[hhᵀ] is there already."""
+        return isinstance(self.source, Factor) or "full" in self.__dict__
+
+    @property
+    def size(self) -> int:
+        """n, the number of inputs."""
+        return self.full.size if self.given_mean is None else len(self.given_mean)
 
     @property
     def mean(self) -> Tensor:
@@ -480,6 +587,10 @@ class InputFactors:
             return self.full.mean
         raise ValueError(f"{self.full} does not hold the rows whose mean E[h] is: give the mean beside it")
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles hold: the formed factor and the mean."""
+        return {"source": self.full, "given_mean": self.given_mean}
+
     @cached_property
     def mean_factor(self) -> RankOneFactor:
         """E[h] E[h]ᵀ."""
@@ -488,6 +599,12 @@ class InputFactors:
     def factor(self, kind: InputKind) -> Factor:
         """The full or the mean input factor."""
         return self.full if kind == "full" else self.mean_factor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held; E[hhᵀ] counts once it is formed."""
+        mean = 0 if self.given_mean is None else self.given_mean.nbytes
+        return mean + (self.full.nbytes if self.formed else 0)
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that define both."""

@@ -26,4 +26,6 @@ def unflatten(vector: Tensor, shapes: Mapping[str, Sequence[int]]) -> dict[str, 
     {'b': (1,), 'a': (1, 2)}
     """
     parts = vector.split([int(torch.Size(shape).numel()) for shape in shapes.values()])
-    return {name: part.reshape(*shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+    return {
+        name: part.reshape(tuple(shape)) for (name, shape), part in zip(shapes.items(), parts, strict=True)
+    }

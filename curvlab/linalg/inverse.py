@@ -3,6 +3,7 @@
 dense      by Cholesky
 Gram       (HᵀCH + τI)⁻¹ x = (x - H'ᵀ (K + τI)⁻¹ H' x) / τ    (Woodbury), K = H'H'ᵀ of m × m
 rank one   (vvᵀ + τI)⁻¹ x = (x - v (vᵀx) / (τ + ‖v‖²)) / τ    (Sherman-Morrison)
+diagonal   entry by entry
 """
 
 from __future__ import annotations
@@ -10,19 +11,23 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from dataclasses import dataclass
+from math import isfinite
 
 import torch
 from torch import Tensor
 
-from curvlab.linalg.factors import Factor, GramFactor, RankOneFactor
+from curvlab.linalg.factors import DiagonalFactor, Factor, GramFactor, RankOneFactor
 
 __all__ = [
+    "DenseInverse",
+    "DiagonalInverse",
     "GramInverse",
     "NotFiniteError",
     "NotPositiveDefiniteError",
     "ShiftedInverse",
     "cholesky_multiply",
     "cholesky_shifted",
+    "diagonal_inverse",
     "shifted_inverse",
 ]
 
@@ -110,6 +115,36 @@ class DenseInverse(ShiftedInverse):
     def __call__(self, x: Tensor) -> Tensor:
         return cholesky_multiply(self.lower, x)
 
+    def matrix(self) -> Tensor:
+        """(F + τI)⁻¹ itself."""
+        return torch.cholesky_inverse(self.lower)
+
+
+@dataclass(frozen=True, eq=False)
+class DiagonalInverse(ShiftedInverse):
+    """Entry by entry: `values` are f + τ."""
+
+    values: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x / self.values[:, None]
+
+
+def diagonal_inverse(values: Tensor, shift: Tensor | float, check: bool = True) -> DiagonalInverse:
+    """x ↦ (diag(f) + τI)⁻¹ x; refused where an entry is not positive and finite.
+
+    >>> diagonal_inverse(torch.tensor([1.0, 3.0]), 1.0)(torch.ones(2, 1)).flatten().tolist()
+    [0.5, 0.25]
+    """
+    shifted = values + shift
+    if check:
+        smallest, total = torch.stack([shifted.amin(), shifted.sum()]).tolist()
+        if not isfinite(total):
+            raise NotFiniteError("the diagonal to be inverted holds NaN or infinity")
+        if smallest <= 0:
+            raise NotPositiveDefiniteError(smallest)
+    return DiagonalInverse(shifted)
+
 
 @dataclass(frozen=True, eq=False)
 class GramInverse(ShiftedInverse):
@@ -147,8 +182,10 @@ def shifted_inverse(
     """x ↦ (F + τI)⁻¹ x; the factorisation is kept on the factor under `key`, which stands for τ."""
     if isinstance(factor, RankOneFactor):
         return RankOneInverse(factor.vector, shift)
+    if isinstance(factor, DiagonalFactor):
+        return factor.remember_recent(key, lambda: diagonal_inverse(factor.values, shift, check))
     if isinstance(factor, GramFactor) and factor.narrow:
-        small = factor.remember(("gram", key), lambda: cholesky_shifted(factor.gram, shift, check))
+        small = factor.remember_recent(("gram", key), lambda: cholesky_shifted(factor.gram, shift, check))
         return GramInverse(factor, small, shift)
-    lower = factor.remember(("dense", key), lambda: cholesky_shifted(factor.to_dense(), shift, check))
+    lower = factor.remember_recent(("dense", key), lambda: cholesky_shifted(factor.to_dense(), shift, check))
     return DenseInverse(lower)

@@ -3,6 +3,7 @@
     TensorStep     X                            as it is
     RowProduct     X = M H', H' = diag(√c) H    rows in the row space of a Gram factor
     Combination    X = c G + U Z                a multiple of a given matrix and a product of thin ones
+    ViewStep       X_g for every matrix of a parameter's view, each a step of its own
 
 Of a row product the coefficients M (n × m) are all that is computed with; the wide dimension of H appears in
 the m × m Gram matrix K = H'H'ᵀ, which is the metric: ⟨M₁H', M₂H'⟩ = tr(M₁ K M₂ᵀ), and in the one product
@@ -18,8 +19,9 @@ import torch
 from torch import Tensor
 
 from curvlab.linalg.factors import COLUMN_CHUNK, GramFactor, frobenius_norm, max_abs
+from curvlab.linalg.views import MatrixView
 
-__all__ = ["Combination", "Matrix", "RowProduct", "Step", "TensorStep", "as_step"]
+__all__ = ["Combination", "Matrix", "RowProduct", "Step", "TensorStep", "ViewStep", "as_step"]
 
 
 class Step(ABC):
@@ -192,3 +194,44 @@ class Combination(Step):
 
     def checksum(self) -> Tensor:
         return self.scale + self.left.sum()
+
+
+@dataclass(frozen=True, eq=False)
+class ViewStep(Step):
+    """The steps of the matrices that a parameter is seen as; each is added in place where strides allow it.
+
+    >>> kernel = torch.zeros(1, 1, 2, 2)
+    >>> ViewStep(MatrixView((1, 1, 2, 2)), (TensorStep(torch.ones(1, 4)),)).add_into(kernel, 0.5)
+    >>> kernel.flatten().tolist()
+    [0.5, 0.5, 0.5, 0.5]
+    """
+
+    view: MatrixView
+    parts: tuple[Step, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.view.shape
+
+    @property
+    def borrowed(self) -> Tensor | None:
+        """That of the first part: all parts see the same gradient."""
+        return next((part.borrowed for part in self.parts if part.borrowed is not None), None)
+
+    def form(self) -> Tensor:
+        return self.view.parameter(torch.stack([part.form() for part in self.parts]))
+
+    @torch.no_grad()
+    def add_into(self, target: Tensor, scale: float) -> None:
+        matrices = self.view.matrices_in_place(target)
+        if matrices is None:
+            target.add_(self.form(), alpha=scale)
+            return
+        for part, matrix in zip(self.parts, matrices, strict=True):
+            part.add_into(matrix, scale)
+
+    def magnitude(self) -> Tensor:
+        return torch.stack([part.magnitude() for part in self.parts]).amax()
+
+    def checksum(self) -> Tensor:
+        return torch.stack([part.checksum() for part in self.parts]).sum()

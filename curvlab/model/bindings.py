@@ -26,6 +26,7 @@ from curvlab.model.uses import (
     EmbeddingUse,
     LinearUse,
     MultipliedUse,
+    ScaleUse,
     ShiftUse,
     TransposedConvolutionUse,
     Use,
@@ -230,6 +231,18 @@ def _expansion(input: Tensor, *sizes: Any, **kwargs: Any) -> Arguments:
     return _added(input)
 
 
+def _prelu(input: Tensor, weight: Tensor) -> Arguments:
+    """z = max(x, 0) + a min(x, 0), with one a for all channels or one for each."""
+
+    def make(examples: int, output: Tensor, _: bool) -> Use:
+        negative = input.detach().clamp(max=0)
+        if weight.numel() == 1:
+            return MultipliedUse(negative, examples)
+        return ScaleUse(negative, examples, lambda x: x, True)
+
+    return (Bound(weight, make),)
+
+
 NORMALISATIONS: dict[Callable[..., Any], tuple[str, ...]] = {
     F.layer_norm: ("input", "normalized_shape", "weight", "bias", "eps"),
     F.rms_norm: ("input", "normalized_shape", "weight", "eps"),
@@ -251,6 +264,7 @@ BINDINGS: dict[Callable[..., Any], Callable[..., Arguments]] = {
     **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), _sum),
     **dict.fromkeys((torch.sub, Tensor.sub, Tensor.__sub__), _difference),
     **dict.fromkeys((torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__), _product),
-    **dict.fromkeys((Tensor.expand, Tensor.expand_as), _expansion),
+    **dict.fromkeys((Tensor.expand, Tensor.expand_as, Tensor.repeat), _expansion),
+    **dict.fromkeys((F.prelu, torch.prelu, Tensor.prelu), _prelu),
     **{function: partial(_normalisation, function) for function in NORMALISATIONS},
 }

@@ -11,15 +11,17 @@ refused; gradients, training modes, random state and the caller's grad mode are 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from curvlab.exceptions import ProblemError, describe_argument
+from curvlab.measure import device
 
 __all__ = [
     "Inputs",
@@ -27,6 +29,7 @@ __all__ = [
     "OutputChoice",
     "example_count",
     "slice_examples",
+    "take_examples",
     "tensors_of",
     "uncompiled",
 ]
@@ -69,6 +72,18 @@ def slice_examples(inputs: Inputs, first: int, last: int) -> Inputs:
     return sliced
 
 
+def take_examples(inputs: Inputs, indices: Tensor) -> Inputs:
+    """The examples under these indices, in their order.
+
+    >>> take_examples((torch.arange(3), torch.arange(3, 6)), torch.tensor([2, 2]))
+    (tensor([2, 2]), tensor([5, 5]))
+    """
+    if isinstance(inputs, Mapping):
+        inputs = dict(inputs)
+    taken: Inputs = pytree.tree_map_only(Tensor, lambda t: t[indices.to(t.device)], inputs)
+    return taken
+
+
 class ModelCall:
     """A model with the choice of its logits.
 
@@ -80,13 +95,16 @@ class ModelCall:
     def __init__(self, model: nn.Module, output: OutputChoice = None) -> None:
         self.model, self.output = model, output
 
-    def __call__(self, inputs: Inputs) -> Tensor:
-        """The logits, with their graph where gradients are enabled."""
-        with eager_without_autocast(inputs), _refuse_randomness(self.model):
-            copied = pytree.tree_map_only(
-                Tensor, _usable, dict(inputs) if isinstance(inputs, Mapping) else inputs
-            )
-            return self.logits_of(_called(self.model, copied))
+    def __call__(self, inputs: Inputs, mode: AbstractContextManager[Any] | None = None) -> Tensor:
+        """The logits, with their graph where gradients are enabled; `mode` is entered around the call."""
+        given = pytree.tree_map_only(Tensor, _usable, dict(inputs) if isinstance(inputs, Mapping) else inputs)
+        with eager_without_autocast(inputs):
+            before = torch.get_rng_state()
+            with mode or nullcontext():
+                logits = self.logits_of(_called(self.model, given))
+            if device.readable(logits) and not torch.equal(before, torch.get_rng_state()):
+                _check_randomness(self.model, given, before)
+            return logits
 
     def logits_of(self, returned: Any) -> Tensor:
         """What of the model's return value are the logits."""
@@ -141,14 +159,15 @@ def _field(returned: Any, name: str | int) -> Any:
 
 def _usable(tensor: Tensor) -> Tensor:
     """Autograd cannot save what was made in inference mode; a copy it can."""
-    return tensor.clone() if tensor.is_inference() else tensor
+    with torch.inference_mode(False):
+        return tensor.clone() if tensor.is_inference() else tensor
 
 
 @contextmanager
 def eager_without_autocast(inputs: Inputs) -> Iterator[None]:
     """Outside inference mode and autocast, with modules that were compiled in place run as written."""
-    device = tensors_of(inputs)[0].device.type
-    with torch.inference_mode(False), torch.autocast(device, enabled=False), uncompiled():
+    kind = tensors_of(inputs)[0].device.type
+    with torch.inference_mode(False), torch.autocast(kind, enabled=False), uncompiled():
         yield
 
 
@@ -158,11 +177,27 @@ def uncompiled() -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
-@contextmanager
-def _refuse_randomness(model: nn.Module) -> Iterator[None]:
-    before = torch.get_rng_state()
-    yield
-    if not torch.equal(before, torch.get_rng_state()):
+class _SeededOperations(TorchDispatchMode):
+    """Notes whether this thread draws random numbers; other threads may, at any time."""
+
+    drawn = False
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        self.drawn |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+def _check_randomness(model: nn.Module, given: Any, before: Tensor) -> None:
+    """Refuse a forward that draws random numbers; called where torch's state was `before` and has changed."""
+    with torch.no_grad(), _SeededOperations() as watch:
+        _called(model, given)
+    if watch.drawn:
         torch.set_rng_state(before)
         raise ProblemError(
             f"the forward of {type(model).__name__} draws random numbers: the curvature would be that of one "

@@ -123,7 +123,10 @@ class ChainReader:
             self.why_not = f"its forward calls `{name}`, which overwrites what a Linear layer gave"
             del self._found[id(given)]
             return
-        chain = self._step(func, args, kwargs, output, held[2], given, before)
+        if torch.is_grad_enabled():
+            chain = self._step(func, args, kwargs, output, held[2], given, before)
+        else:
+            chain = "a part of its forward runs without gradients"
         if isinstance(chain, ReadChain):
             self._keep(output, chain)
         else:
@@ -234,7 +237,8 @@ class ChainReader:
             known = activation_of(module)
             activation = known or elementwise(module)
         except ProblemError as error:
-            self.why_not = f"module `{type(module).__name__}` is between its Linear layers: {error}"
+            name = next(name for name, found in self._model.named_modules() if found is module)
+            self.why_not = f"module `{name}` is between its Linear layers: {error}"
             return
         finally:
             self.resting = False

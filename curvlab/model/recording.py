@@ -1,35 +1,37 @@
-"""One forward and one backward pass over a batch, and all that providers read of it.
+"""One forward pass over a batch and the backward passes that follow, and all that providers read of them.
 
-    forward    z^t = W^t h^{t-1} + b^t,  h^t = σ(z^t)
-    backward   g^k = ∇ξ(z^k),  e^{t-1} = W^tᵀ g^t,  g^{t-1} = σ'(z^{t-1}) ⊙ e^{t-1}
+    forward    z = W h + b at every use of a weight, logits, loss terms
+    backward   g = ∂ξ_i/∂z, from cotangents at the logits; no gradient of a weight is formed
 
-`record` runs a batch: a chain from its weights, any other model by one call with its Linear layers observed;
-non-finite values are caught on the way. The gradients stop at the pre-activations: no gradient of a weight is
-formed. A *row* is what a layer sees of one example; `inputs` and `gradients` of a layer hold one row each for
-every row, `row_weights` its weight in the mean and `sqrt_row_weights` the square root of that. What only some
-providers read (the backward pass, σ', σ'', Jacobians) is computed when first asked for, and kept.
+`record` runs a batch. Where the forward is a chain of Linear layers the backward passes go through its
+weights (`ChainRecording`); any other model keeps its graph, and taps in it hear what arrives at each use
+(`GraphRecording`). E is the mean over examples: `row_weights` are the weights in it, c_i / Σ c_j, and
+`sqrt_row_weights` their square roots. What only some providers read (backward passes, σ', σ'', Jacobians) is
+computed when first asked for, and kept.
 """
 
 from __future__ import annotations
 
-import sys
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager, nullcontext
-from copy import copy
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Self
+from functools import cached_property, partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from curvlab.criteria import Criterion
 from curvlab.exceptions import ProblemError
 from curvlab.linalg import GramFactor
 from curvlab.measure import device
-from curvlab.model.graph import Chain, Network
-from curvlab.model.layers import Layer
-from curvlab.model.terms import AllWeightsZeroError
+from curvlab.model.calling import Inputs, tensors_of
+from curvlab.model.forward import Forward, check_finite, run_forward
+from curvlab.model.graph import Network
+from curvlab.model.layers import Chain, Layer
+from curvlab.model.terms import AllWeightsZeroError, LossTerms
+from curvlab.model.uses import WeightUse
+from curvlab.model.watch import Listener, SeenUse
+from curvlab.staleness import example_hashes
 
 __all__ = [
     "AllWeightsZeroError",
@@ -37,16 +39,13 @@ __all__ = [
     "GraphRecording",
     "LayerRecord",
     "Recording",
-    "call",
-    "criterion_weights",
     "record",
-    "uncompiled",
 ]
 
 
 @dataclass(frozen=True, eq=False)
 class LayerRecord:
-    """What one layer saw: its inputs H (rows × n_{t-1}) and the gradients S (rows × n_t) at its output."""
+    """What one Linear layer saw: its inputs H (m × n_{t-1}) and the gradients S (m × n_t) at its output."""
 
     layer: Layer
     inputs: GramFactor
@@ -58,74 +57,91 @@ class Recording(ABC):
     """A batch as the model and the criterion saw it."""
 
     network: Network
-    criterion: Criterion
-    logits: Tensor
-    targets: Tensor
-    weights: Tensor
-    first_row: int
+    terms: LossTerms
+    inputs_given: Inputs
+    targets_given: Tensor
+
+    @property
+    def criterion(self) -> Criterion:
+        """The criterion."""
+        return self.terms.criterion
+
+    @property
+    def logits(self) -> Tensor:
+        """The logits of all loss terms, (examples · terms, K)."""
+        return self.terms.logits
+
+    @property
+    def targets(self) -> Tensor:
+        """The targets of all loss terms."""
+        return self.terms.targets
+
+    @property
+    def weights(self) -> Tensor:
+        """c_i, one for each example."""
+        return self.terms.example_weights
 
     @property
     def examples(self) -> int:
         """Number of examples in the batch."""
-        return self.logits.shape[0]
+        return self.terms.examples
 
-    def numbered_from(self, first_row: int) -> Self:
-        """The same recording with its rows numbered from `first_row` on, sharing what was computed of it."""
-        other = copy(self)
-        object.__setattr__(other, "first_row", first_row)
-        return other
-
-    @cached_property
+    @property
     def total_weight(self) -> Tensor:
         """Σ c_i: what the batch weighs in a mean over several."""
-        return self.weights.sum()
+        return self.terms.total_weight
 
-    @cached_property
+    @property
     def row_weights(self) -> Tensor:
-        """c_i / Σ c_j, the weight of each row in the mean."""
-        return self.weights / self.total_weight
+        """c_i / Σ c_j, the weight of each example in the mean."""
+        return self.terms.share
 
     @cached_property
     def sqrt_row_weights(self) -> Tensor:
         """The square root of `row_weights`."""
         return self.row_weights.sqrt()
 
-    @cached_property
+    @property
     def loss(self) -> Tensor:
         """E[ξ_i]."""
-        return self.row_weights @ self.criterion.losses(self.logits, self.targets)
+        return self.terms.loss
+
+    @cached_property
+    def example_keys(self) -> Tensor:
+        """A hash of each example's content, by which random draws are keyed; without values its number.
+
+        Of numbers it is that of their float32 form, so that a model in float64 draws as in float32.
+        """
+        tensors = [*tensors_of(self.inputs_given), self.targets_given]
+        if not all(device.readable(tensor) for tensor in tensors):
+            return torch.arange(self.examples, device=self.logits.device)
+        *inputs, targets = [t.float() if t.is_floating_point() else t for t in tensors]
+        return example_hashes(inputs, targets)
+
+    @abstractmethod
+    def weighted_gradients(self, weights: Tensor) -> dict[str, Tensor]:
+        """Σ_i w_i ∇ξ_i by parameter name, for any weights w of the examples."""
 
     @cached_property
     def output_hessian(self) -> Tensor:
-        """E[∇²ξ(h^k)]."""
-        return self.criterion.mean_hessian(self.logits, self.targets, self.row_weights)
+        """E[∇²ξ(h^k)], summed over an example's terms."""
+        weights = (self.row_weights[:, None] * self.terms.within).flatten()
+        return self.criterion.mean_hessian(self.logits, self.targets, weights)
+
+    @property
+    def no_chain(self) -> str:
+        """Why the model is no chain of Linear layers; empty where it is one."""
+        return ""
+
+    @property
+    @abstractmethod
+    def layout(self) -> tuple[Layer, ...]:
+        """The layers that have blocks."""
 
     @property
     @abstractmethod
     def layers(self) -> tuple[LayerRecord, ...]:
-        """A record for each layer that has blocks, as `network.selected` lists them."""
-
-    @abstractmethod
-    def pullback(self, cotangents: Tensor) -> tuple[Tensor, ...]:
-        """J_iᵀ v for each cotangent v at the logits: (r, m, K) to (r, m, n_t) for each layer of `layers`."""
-
-    @cached_property
-    def jacobians(self) -> tuple[Tensor, ...]:
-        """J_i = ∂h^k/∂z^t, (K, m, n_t) for each layer of `layers`."""
-        outputs = self.logits.shape[1]
-        basis = torch.eye(outputs, dtype=self.logits.dtype, device=self.logits.device)
-        return self.pullback(basis[:, None, :].expand(outputs, self.examples, outputs))
-
-    def apply_output_hessian(self, jacobian: Tensor) -> Tensor:
-        """∇²ξ_i J_i in the same layout as J_i, (K, m, n)."""
-        hessians = self.criterion.hessians(self.logits, self.targets)
-        return torch.einsum("mkl,lmn->kmn", hessians, jacobian)
-
-    def layer_record(self, layer: Layer, inputs: Tensor, gradients: Tensor) -> LayerRecord:
-        """A record with this batch's row weights."""
-        return LayerRecord(
-            layer, GramFactor(inputs, self.sqrt_row_weights), GramFactor(gradients, self.sqrt_row_weights)
-        )
+        """A record for each Linear layer that sees one row per example and has blocks."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,6 +151,10 @@ class ChainRecording(Recording):
     chain: Chain
     inputs: tuple[Tensor, ...]
     preactivations: tuple[Tensor, ...]
+
+    @property
+    def layout(self) -> tuple[Layer, ...]:
+        return tuple(layer for layer in self.chain.layers if layer.selected)
 
     @cached_property
     def activation_slopes(self) -> tuple[Tensor, ...]:
@@ -176,13 +196,25 @@ class ChainRecording(Recording):
 
     @cached_property
     def layers(self) -> tuple[LayerRecord, ...]:
+        roots = self.sqrt_row_weights
         return tuple(
-            self.layer_record(layer, h, g)
+            LayerRecord(layer, GramFactor(h, roots), GramFactor(g, roots))
             for layer, h, g in zip(self.chain.layers, self.inputs, self.gradients, strict=True)
             if layer.selected
         )
 
+    def weighted_gradients(self, weights: Tensor) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for record in self.layers:
+            rows = record.gradients.rows * weights[:, None]
+            if record.layer.weight_name is not None:
+                found[record.layer.weight_name] = rows.T @ record.inputs.rows
+            if record.layer.bias_name is not None:
+                found[record.layer.bias_name] = rows.sum(0)
+        return found
+
     def pullback(self, cotangents: Tensor) -> tuple[Tensor, ...]:
+        """J_iᵀ v for each cotangent v at the logits: (r, m, K) to (r, m, n_t) for each layer of `layers`."""
         pulled = [cotangents] if self.chain.layers[-1].selected else []
         for index in range(len(self.chain.layers) - 1, 0, -1):
             cotangents = (cotangents @ self.chain.layers[index].weight) * self.activation_slopes[index - 1]
@@ -190,162 +222,290 @@ class ChainRecording(Recording):
                 pulled.append(cotangents)
         return tuple(pulled[::-1])
 
+    @cached_property
+    def jacobians(self) -> tuple[Tensor, ...]:
+        """J_i = ∂h^k/∂z^t, (K, m, n_t) for each layer of `layers`."""
+        outputs = self.logits.shape[1]
+        basis = torch.eye(outputs, dtype=self.logits.dtype, device=self.logits.device)
+        return self.pullback(basis[:, None, :].expand(outputs, self.examples, outputs))
+
+    def apply_output_hessian(self, jacobian: Tensor) -> Tensor:
+        """∇²ξ_i J_i in the same layout as J_i, (K, m, n)."""
+        hessians = self.criterion.hessians(self.logits, self.targets)
+        return torch.einsum("mkl,lmn->kmn", hessians, jacobian)
+
+
+HearWeight = Callable[[Layer, SeenUse, Tensor], None]
+
 
 @dataclass(frozen=True, eq=False)
 class GraphRecording(Recording):
-    """A call of a model that is no chain, its graph kept for further backward passes."""
+    """A call of any model, its graph kept for further backward passes."""
 
-    observed: tuple[tuple[Layer, Tensor, Tensor], ...]
-    graph_logits: Tensor
+    forward: Forward
+
+    @property
+    def layout(self) -> tuple[Layer, ...]:
+        return self.forward.layers
+
+    @property
+    def no_chain(self) -> str:
+        if self.forward.no_chain:
+            return self.forward.no_chain
+        return f"its loss has {self.terms.per_example} terms per example"
+
+    @cached_property
+    def _by_name(self) -> dict[str, Layer]:
+        """The layer of each parameter that is a weight."""
+        return {layer.weight_name: layer for layer in self.layout if layer.weight_name is not None}
+
+    @cached_property
+    def _plain(self) -> dict[str, Tensor]:
+        """The parameters by themselves."""
+        return {
+            layer.bias_name: layer.weight
+            for layer in self.layout
+            if layer.kind == "plain" and layer.bias_name is not None
+        }
+
+    @cached_property
+    def _calls(self) -> dict[Listener, list[SeenUse]]:
+        """The uses that each listener hears the gradient of."""
+        calls: dict[Listener, list[SeenUse]] = {}
+        watched = self.forward.watched
+        every = [seen for found in watched.direct.values() for seen in found] + [s for s, _ in watched.made]
+        for seen in every:
+            calls.setdefault(seen.listener, []).append(seen)
+        return calls
+
+    def weight_uses(self, layer: Layer) -> tuple[SeenUse, ...]:
+        """The uses of a layer's weight."""
+        return self.forward.watched.direct[str(layer.weight_name)]
+
+    def backward(self, cotangent: Tensor, hear: HearWeight) -> dict[str, Tensor]:
+        """One backward pass from a cotangent at the logits, in the shape of the model's own.
+
+        `hear(layer, use, gradient)` is told what arrives at the output of each use of a weight, as it
+        arrives; nothing is held. Returns the gradients of every example for the plain parameters,
+        {name: (examples, *shape)}.
+        """
+        found: dict[str, Tensor] = {}
+        made: dict[int, tuple[Tensor, Tensor]] = {}
+        for listener, uses in self._calls.items():
+            listener.receive = partial(self._receive, uses, hear, found, made)
+        try:
+            with torch.inference_mode(False), torch.enable_grad():
+                torch.autograd.grad(
+                    self.forward.logits,
+                    [self.forward.token],
+                    cotangent,
+                    retain_graph=True,
+                    allow_unused=True,
+                )
+        finally:
+            for listener in self._calls:
+                listener.receive = None
+        with torch.inference_mode(False), torch.enable_grad():
+            self._carry_back(made, found)
+            self._one_by_one(cotangent, found)
+        for name, parameter in self._plain.items():
+            if name not in found:
+                found[name] = parameter.new_zeros(self.examples, *parameter.shape)
+        return found
+
+    @torch.no_grad()
+    def _receive(
+        self,
+        uses: list[SeenUse],
+        hear: HearWeight,
+        found: dict[str, Tensor],
+        made: dict[int, tuple[Tensor, Tensor]],
+        gradient: Tensor,
+    ) -> None:
+        for seen in uses:
+            if seen.use is None or (seen.view is None and seen.made is None):
+                continue
+            self._check_unwritten(seen)
+            arrived = seen.examples_first(gradient)
+            if seen.view is None and seen.made is not None:
+                rows = seen.use.example_gradients(arrived, tuple(seen.made.shape))
+                before = made.get(id(seen.made))
+                made[id(seen.made)] = (seen.made, rows if before is None else before[1] + rows)
+                continue
+            if seen.view is None or seen.view.name in self.forward.watched.unknown:
+                continue
+            name = seen.view.name
+            if name in self._by_name:
+                hear(self._by_name[name], seen, arrived)
+            elif name in self._plain:
+                rows = self._example_gradients(seen, arrived, self._plain[name])
+                found[name] = rows if name not in found else found[name] + rows
+
+    def _example_gradients(self, seen: SeenUse, gradient: Tensor, parameter: Tensor) -> Tensor:
+        """The gradients of every example in the parameter's own shape, from one use of a view of it."""
+        view, use = seen.view, seen.use
+        assert view is not None
+        assert use is not None
+        shape = tuple(parameter.shape)
+        if view.transposed and not isinstance(use, WeightUse):
+            return use.example_gradients(gradient, shape[::-1]).mT
+        if view.rows is None:
+            return use.example_gradients(gradient, shape)
+        first, last = view.rows
+        rows = parameter.new_zeros(self.examples, *shape)
+        rows[:, first:last] = use.example_gradients(gradient, (last - first, *shape[1:]))
+        return rows
+
+    def _check_unwritten(self, seen: SeenUse) -> None:
+        use = seen.use
+        if use is not None and seen.version >= 0 and use.inputs._version != seen.version:
+            what = "a constant" if seen.view is None else f"`{seen.view.name}`"
+            raise ProblemError(
+                f"the forward overwrites in place what {what} was multiplied with, so its gradient cannot be "
+                f"computed (nor can torch's backward compute it). Take the in-place operation out"
+            )
+
+    def _carry_back(self, made: Mapping[int, tuple[Tensor, Tensor]], found: dict[str, Tensor]) -> None:
+        """From gradients of constants made of parameters to those of the parameters behind them."""
+        behind = {id(seen.made): names for seen, names in self.forward.watched.made}
+        for key, (constant, rows) in made.items():
+            names = [n for n in behind[key] if n in self._plain and n not in self.forward.watched.unknown]
+            if not names:
+                continue
+            parameters = [self.network.parameters[name] for name in names]
+            pieces = [
+                torch.autograd.grad(constant, parameters, row, retain_graph=True, allow_unused=True)
+                for row in rows
+            ]
+            for name, parameter, column in zip(names, parameters, zip(*pieces, strict=True), strict=True):
+                values = [torch.zeros_like(parameter) if g is None else g for g in column]
+                stacked = torch.stack(values).detach()
+                found[name] = stacked if name not in found else found[name] + stacked
+
+    def _one_by_one(self, cotangent: Tensor, found: dict[str, Tensor]) -> None:
+        """Parameters that were used in ways curvlab does not know: one backward pass for each example."""
+        names = [name for name in self._plain if name in self.forward.watched.unknown]
+        if not names:
+            return
+        parameters = [self.network.parameters[name] for name in names]
+        pieces = []
+        for index in range(self.examples):
+            alone = torch.zeros_like(cotangent)
+            alone[index] = cotangent[index]
+            gradients = torch.autograd.grad(
+                self.forward.logits, parameters, alone, retain_graph=True, allow_unused=True
+            )
+            pieces.append(
+                [torch.zeros_like(p) if g is None else g for g, p in zip(gradients, parameters, strict=True)]
+            )
+        for name, column in zip(names, zip(*pieces, strict=True), strict=True):
+            found[name] = torch.stack(column).detach()
+
+    def _weigh(self, weights: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Σ_i w_i ∇ξ_i by parameter, but the rows g_i of the Linear layers as they are, by their names."""
+        gradients: dict[str, Tensor] = {}
+        rows: dict[str, Tensor] = {}
+
+        def hear(layer: Layer, seen: SeenUse, gradient: Tensor) -> None:
+            use, view = seen.use, seen.view
+            assert isinstance(use, WeightUse)
+            assert view is not None
+            if layer.kind == "linear":
+                rows[layer.name] = gradient
+                return
+            arrived = use.output_rows(gradient)
+            if layer.weight_name is not None:
+                value = use.gradient(arrived, _shape_of(layer.weight, view.rows), weights)
+                _add_rows(gradients, layer.weight_name, layer.weight, view.rows, value)
+            if layer.bias_name is not None and layer.bias is not None:
+                value = weights @ arrived.sum(1).flatten(1)
+                _add_rows(gradients, layer.bias_name, layer.bias.detach(), view.rows, value)
+
+        plain = self.backward(self.terms.gradient_cotangent(), hear)
+        for name, value in plain.items():
+            gradients[name] = torch.tensordot(weights, value, 1)
+        for layer in self.layout:
+            if layer.kind == "linear" and layer.name not in rows:
+                rows[layer.name] = layer.weight.new_zeros(self.examples, layer.out_features)
+            for name in layer.names:
+                if layer.kind != "linear" and name not in gradients:
+                    gradients[name] = torch.zeros_like(self.network.parameters[name])
+        return gradients, rows
+
+    @cached_property
+    def _gradient_pass(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        return self._weigh(self.row_weights)
+
+    def weighted_gradients(self, weights: Tensor) -> dict[str, Tensor]:
+        gradients, rows = self._weigh(weights)
+        for layer in self.layout:
+            if layer.kind == "linear":
+                scaled = rows[layer.name] * weights[:, None]
+                if layer.weight_name is not None:
+                    gradients[layer.weight_name] = scaled.T @ self.linear_inputs(layer)
+                if layer.bias_name is not None:
+                    gradients[layer.bias_name] = scaled.sum(0)
+        return gradients
+
+    @property
+    def mean_gradients(self) -> dict[str, Tensor]:
+        """E[∇ξ] of all parameters but those of the Linear layers in `layers`."""
+        return self._gradient_pass[0]
 
     @cached_property
     def layers(self) -> tuple[LayerRecord, ...]:
-        gradients = self.pullback(self.criterion.gradients(self.logits, self.targets)[None])
-        observed = zip(self.observed, gradients, strict=True)
-        return tuple(self.layer_record(layer, h, g[0]) for (layer, h, _), g in observed)
+        roots, rows = self.sqrt_row_weights, self._gradient_pass[1]
+        return tuple(
+            LayerRecord(
+                layer,
+                GramFactor(self.linear_inputs(layer), roots),
+                GramFactor(rows[layer.name], roots),
+            )
+            for layer in self.layout
+            if layer.kind == "linear"
+        )
 
-    def pullback(self, cotangents: Tensor) -> tuple[Tensor, ...]:
-        outputs = [z for _, _, z in self.observed]
-        with torch.inference_mode(False), torch.enable_grad():
-            draws = [
-                torch.autograd.grad(
-                    self.graph_logits,
-                    outputs,
-                    v,
-                    retain_graph=True,
-                    allow_unused=True,
-                    materialize_grads=True,
-                )
-                for v in cotangents
-            ]
-        return tuple(torch.stack(per_layer) for per_layer in zip(*draws, strict=True))
+    def linear_inputs(self, layer: Layer) -> Tensor:
+        """H of a Linear layer that sees one row per example."""
+        use = self.weight_uses(layer)[0].use
+        assert use is not None
+        return use.inputs
+
+
+def _shape_of(parameter: Tensor, rows: tuple[int, int] | None) -> tuple[int, ...]:
+    """The shape of some rows of a parameter."""
+    return tuple(parameter.shape) if rows is None else (rows[1] - rows[0], *parameter.shape[1:])
+
+
+def _add_rows(
+    sums: dict[str, Tensor], name: str, parameter: Tensor, rows: tuple[int, int] | None, value: Tensor
+) -> None:
+    """Add a value for some rows of a parameter to its sum."""
+    if rows is None:
+        sums[name] = value if name not in sums else sums[name] + value
+        return
+    if name not in sums:
+        sums[name] = torch.zeros_like(parameter)
+    sums[name][rows[0] : rows[1]] += value
 
 
 def record(
-    network: Network, criterion: Criterion, inputs: Tensor, targets: Tensor, first_row: int = 0
-) -> Recording:
+    network: Network,
+    criterion: Criterion,
+    inputs: Inputs,
+    targets: Tensor,
+    *,
+    torch_layout: bool = False,
+    sequences_first: bool = False,
+) -> tuple[Recording, Forward]:
     """Run one batch through the network and keep what providers need; the model is left as it was."""
-    network.check_modes()
-    run = _run_graph if network.chain is None else _run_chain
-    with torch.autocast(inputs.device.type, enabled=False):
-        return run(network, criterion, inputs.detach(), targets.detach(), first_row)
-
-
-def _run_chain(
-    network: Network, criterion: Criterion, inputs: Tensor, targets: Tensor, first_row: int
-) -> ChainRecording:
-    chain = network.chain
-    assert chain is not None
-    hidden, preactivations = [chain.features(inputs)], []
-    with torch.no_grad():
-        for index, layer in enumerate(chain.layers):
-            z = nn.functional.linear(hidden[-1], layer.module.weight, layer.module.bias)
-            preactivations.append(z)
-            if index < len(chain.activations):
-                hidden.append(chain.activations[index].value(z))
-    labels = (f"the pre-activations of {layer.label}" for layer in chain.layers)
-    _check_finite(inputs, list(zip(labels, preactivations, strict=True)))
-    logits = preactivations[-1]
-    weights = criterion_weights(criterion, logits, targets)
-    seen = (chain, tuple(hidden), tuple(preactivations))
-    return ChainRecording(network, criterion, logits, targets, weights, first_row, *seen)
-
-
-def _run_graph(
-    network: Network, criterion: Criterion, inputs: Tensor, targets: Tensor, first_row: int
-) -> GraphRecording:
-    seen: dict[Layer, tuple[Tensor, Tensor]] = {}
-
-    def observe(layer: Layer, given: Tensor, output: Tensor) -> Tensor:
-        if layer in seen:
-            raise layer.used_twice()
-        seen[layer] = (given.detach(), output)
-        # A copy goes on: an in-place activation must not overwrite the pre-activation just seen.
-        return output.clone()
-
-    handles = [
-        layer.module.register_forward_hook(lambda _, args, out, layer=layer: observe(layer, args[0], out))
-        for layer in network.selected
-    ]
-    try:
-        logits = call(network.model, inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
-    _check_observed(network, seen, logits, inputs)
-    observed = tuple((layer, *seen[layer]) for layer in network.selected)
-    values = logits.detach()
-    criterion.check(values, targets)
-    weights = criterion_weights(criterion, values, targets)
-    return GraphRecording(network, criterion, values, targets, weights, first_row, observed, logits)
-
-
-def call(model: nn.Module, inputs: Tensor) -> Tensor:
-    """The model's output with its graph; a forward that draws random numbers is refused."""
-    before = torch.get_rng_state()
-    with torch.inference_mode(False), torch.enable_grad(), uncompiled():
-        # Autograd cannot save what was made in inference mode; a copy it can.
-        logits = model(inputs.clone() if inputs.is_inference() else inputs)
-    if not torch.equal(before, torch.get_rng_state()):
-        torch.set_rng_state(before)
-        raise ProblemError(
-            f"the forward of {type(model).__name__} draws random numbers: the curvature would be that of one "
-            f"random draw. Call model.eval() first, or take the randomness out"
-        )
-    return logits
-
-
-def uncompiled() -> AbstractContextManager[Any]:
-    """Runs modules that were compiled in place as written: compiled code calls no hooks."""
-    # While dynamo has not been imported nothing is compiled, and importing it takes seconds.
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
-
-
-def _check_observed(
-    network: Network, seen: dict[Layer, tuple[Tensor, Tensor]], logits: Tensor, inputs: Tensor
-) -> None:
-    for layer in network.selected:
-        if layer not in seen:
-            raise layer.unused([other.name for other in seen])
-        if seen[layer][0].ndim != 2:
-            raise ProblemError(
-                f"{layer.label} saw inputs of shape {tuple(seen[layer][0].shape)}: several positions an "
-                f"example (weight sharing), which only `hessian` supports. Expected (examples, features)"
-            )
-    if not isinstance(logits, Tensor) or logits.ndim != 2 or logits.shape[0] != inputs.shape[0]:
-        shape = tuple(logits.shape) if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
-        raise ProblemError(f"the model returned {shape}; expected logits of shape (examples, outputs)")
-    outputs = [(f"the pre-activations of {layer.label}", seen[layer][1]) for layer in network.selected]
-    _check_finite(inputs, [*outputs, ("the logits", logits)])
-
-
-def criterion_weights(criterion: Criterion, logits: Tensor, targets: Tensor) -> Tensor:
-    """c_i for each row; raises `AllWeightsZeroError` if all are zero."""
-    weights = criterion.weights(logits, targets)
-    if weights is None:
-        return logits.new_ones(logits.shape[0])
-    if device.readable(weights) and not bool(weights.sum() > 0):
-        raise AllWeightsZeroError
-    return weights
-
-
-def _check_finite(inputs: Tensor, preactivations: list[tuple[str, Tensor]]) -> None:
-    """Catch NaN and infinity where they first show, with a single read back to the host.
-
-    A non-finite input or weight makes some pre-activation non-finite, so the wide tensors
-    themselves need no pass of their own.
-    """
-    sums = torch.stack([z.detach().sum() for _, z in preactivations])
-    if not device.readable(sums) or bool(torch.isfinite(sums).all()):
-        return
-    if not bool(torch.isfinite(inputs).all()):
-        bad = (~torch.isfinite(inputs.flatten(1))).any(1).nonzero()[:, 0]
-        raise ProblemError(
-            f"inputs are not finite: NaN or infinity in {len(bad)} examples, the first is {int(bad[0])}"
-        )
-    for label, z in preactivations:
-        if not bool(torch.isfinite(z).all()):
-            raise ProblemError(
-                f"{label} are not finite: a weight or bias there holds NaN or infinity, or the output "
-                f"overflows. Has training diverged?"
-            )
+    forward = run_forward(network, inputs, sequences_first=sequences_first)
+    check_finite(network, inputs, forward)
+    terms = LossTerms.of(criterion, forward.logits, targets.detach(), torch_layout=torch_layout)
+    given = (network, terms, inputs, targets)
+    read, chain = forward.read, forward.chain
+    if read is None or chain is None or terms.per_example != 1:
+        return GraphRecording(*given, forward), forward
+    inputs_of = tuple(layer.inputs.detach() for layer in read.layers)
+    outputs_of = tuple(layer.preactivation.detach() for layer in read.layers)
+    return ChainRecording(*given, chain, inputs_of, outputs_of), forward

@@ -2,14 +2,21 @@
 
 A `TorchFunctionMode` sees modules, methods and functional calls alike, in the thread that entered it and
 in no other: nothing of torch is patched. Wherever a function is given a trainable parameter (or a row slice
-or the transpose of one) a *use* of it is recorded, and a later backward pass tells what gradient arrives at
-the function's output. Functions that hide several uses, such as attention, are replaced by what they compute.
+or the transpose of one) together with data of the batch, a *use* of it is recorded, and a later backward pass
+tells what gradient arrives at the function's output. Functions that hide several uses, such as attention, are
+replaced by what they compute.
+
+What depends on no example is told apart from what does: parameters, buffers and whatever functions make of
+these alone are *constants*. A constant made of parameters (a normalised weight, a part of a positional
+embedding) is used as a parameter is; its gradient is carried on to the parameters behind it. A parameter that
+meets the batch in a function that curvlab does not know is *unknown* there: its gradients are then taken
+example by example.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,11 +28,16 @@ from curvlab.model.chain import ChainReader
 from curvlab.model.decompositions import DECOMPOSITIONS, NotDecomposedError
 from curvlab.model.uses import Use
 
-__all__ = ["Listener", "ParameterView", "SeenUse", "Watch"]
+__all__ = ["Listener", "ParameterView", "SeenUse", "Watch", "leaves_behind"]
 
 # Questions about a tensor that compute nothing: the calls that tell two forwards apart are the others.
 QUESTIONS = frozenset(
     {"__get__", "__set__", "size", "dim", "numel", "stride", "is_floating_point", "__len__"}
+)
+# Attributes that are tensors of their own: `p.T` is a constant where p is one.
+VIEWS = ("T", "mT", "H", "mH", "data", "real", "imag")
+GETTERS = frozenset(
+    getattr(Tensor, name).__get__ for name in VIEWS if hasattr(getattr(Tensor, name), "__get__")
 )
 
 
@@ -73,39 +85,59 @@ class _Tap(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class SeenUse:
-    """One parameter in one call: how it was used, and what hears the gradient at the call's output.
+    """One parameter, or a constant made of parameters, in one call.
 
-    `use` is None where the rows cannot be those of the batch's examples, in order.
+    `view` is the parameter as it was given and None for a constant made of parameters, which is `made`.
+    `use` says how it was used, and is None where the rows cannot be those of the batch's examples, in order;
+    `listener` hears the gradient at the call's output. `version` is that of the use's inputs.
     """
 
-    parameter: ParameterView
+    view: ParameterView | None
+    made: Tensor | None
     use: Use | None
     listener: Listener
     version: int
+    batch_dim: int = 0
+
+    def examples_first(self, gradient: Tensor) -> Tensor:
+        """The gradient at the call's output with the examples in its first dimension, as `use` has them."""
+        return gradient.movedim(self.batch_dim, 0) if self.batch_dim else gradient
 
 
 class Watch(TorchFunctionMode):
     """Records the uses of `parameters`, told apart by identity, in a batch of `examples`.
 
-    `reader` follows the same calls, to find out whether they form a chain.
+    `constants` are further tensors that depend on no example: buffers and frozen parameters. `reader` follows
+    the same calls, to find out whether they form a chain. `sequences_first`: where either of the first two
+    dimensions may be the examples', (T, B, …) is meant.
 
     >>> layer = torch.nn.Linear(3, 2)
     >>> with Watch(dict(layer.named_parameters()), examples=4) as watch:
     ...     _ = layer(torch.ones(4, 3))
-    >>> [(seen.parameter.name, seen.use.kind) for seen in watch.uses]
+    >>> [(seen.view.name, seen.use.kind) for seen in watch.uses]
     [('weight', 'linear'), ('bias', 'addition')]
     """
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], examples: int, reader: ChainReader | None = None
+        self,
+        parameters: Mapping[str, Tensor],
+        examples: int,
+        reader: ChainReader | None = None,
+        constants: Iterator[Tensor] | None = None,
+        sequences_first: bool = False,
     ) -> None:
         super().__init__()
+        self.sequences_first = sequences_first
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._examples = examples
         self._reader = reader
+        self._constants: dict[int, tuple[Tensor, int]] = {}
+        for tensor in (*parameters.values(), *(constants or ())):
+            self._note_constant(tensor)
         example = next(iter(parameters.values()))
         self.token = torch.zeros((), dtype=example.dtype, device=example.device, requires_grad=True)
         self.uses: list[SeenUse] = []
+        self.unknown: list[tuple[Tensor, str]] = []
         self.calls: list[str] = []
 
     def __torch_function__(
@@ -119,38 +151,129 @@ class Watch(TorchFunctionMode):
         if self._reader is not None and self._reader.resting:
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        if name not in QUESTIONS:
-            self.calls.append(name)
-        if func in DECOMPOSITIONS:
+        if name in QUESTIONS:
+            found = func(*args, **kwargs)
+            if func in GETTERS and self._is_constant(args[0]):
+                self._note_constant(found)
+            return found
+        self.calls.append(name)
+        if func in HIDING:
             try:
                 with self:
                     return DECOMPOSITIONS[func](*args, **kwargs)
             except NotDecomposedError:
                 return func(*args, **kwargs)
+        given = list(_tensors_in((args, kwargs)))
+        if not given:
+            return self._call_on_nothing(func, args, kwargs)
+        if all(self._is_constant(tensor) for tensor in given) and not self._spreads(func, args, kwargs):
+            return self._call_on_constants(func, args, kwargs)
+        return self._call_on_batch(func, name, args, kwargs, given)
+
+    def _call_on_nothing(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """What is made of no tensor is a constant, unless it is one row per example, as a first state is."""
+        output = func(*args, **kwargs)
+        for tensor in _tensors_in((output,)):
+            if tensor.ndim < 2 or not tensor.is_floating_point() or self._examples not in tensor.shape:
+                self._note_constant(tensor)
+        return output
+
+    def _call_on_constants(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A function of constants gives constants, and writes no data of the batch into its arguments."""
+        output = func(*args, **kwargs)
+        for tensor in _tensors_in((output, args)):
+            self._note_constant(tensor)
+        return output
+
+    def _call_on_batch(
+        self,
+        func: Callable[..., Any],
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        given: list[Tensor],
+    ) -> Any:
         overwritten = None if self._reader is None else self._reader.before(func, args, kwargs)
         output = func(*args, **kwargs)
-        bind = bindings().get(func)
-        if bind is not None and isinstance(output, Tensor) and output.requires_grad:
-            output = self._record(bind, args, kwargs, output)
+        if torch.is_grad_enabled():
+            bind = bindings().get(func)
+            bound = () if bind is None or not _differentiable(output) else bind(*args, **kwargs)
+            if bound:
+                output = self._record(bound, output)
+            known = {id(one.argument) for one in bound}
+            if any(_differentiable(out) for out in _tensors_in((output,))):
+                self.unknown += [
+                    (tensor, name)
+                    for tensor in given
+                    if id(tensor) not in known and tensor.requires_grad and self._is_constant(tensor)
+                ]
         if self._reader is not None:
             self._reader.follow(func, args, kwargs, output, overwritten)
         return output
 
-    def _record(
-        self, bind: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
-    ) -> Tensor:
-        found = [(self.view_of(bound.argument), bound) for bound in bind(*args, **kwargs)]
-        known = [(view, bound) for view, bound in found if view is not None]
+    def _spreads(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a constant is given one copy for each example, as a class token is."""
+        if func not in SPREADING or not args or not isinstance(args[0], Tensor) or not args[0].requires_grad:
+            return False
+        sizes = args[1] if len(args) == 2 and isinstance(args[1], tuple | list | torch.Size) else args[1:]
+        if len(args) == 2 and isinstance(args[1], Tensor):
+            sizes = tuple(args[1].shape)
+        if not sizes or sizes[0] != self._examples or len(sizes) < 2:
+            return False
+        fresh = len(sizes) > args[0].ndim or args[0].shape[0] == 1
+        plain = func is not Tensor.repeat or all(size == 1 for size in sizes[1:])
+        return fresh and plain
+
+    def _record(self, bound: Any, output: Tensor) -> Tensor:
+        found = [(self.view_of(one.argument), one) for one in bound]
+        known = [
+            (view, one)
+            for view, one in found
+            if view is not None or (one.argument.requires_grad and self._is_constant(one.argument))
+        ]
         if not known:
             return output
         listener = Listener()
         tapped = _Tap.apply(output, self.token, listener)
-        for view, bound in known:
-            fits = tapped.ndim > 0 and len(tapped) % self._examples == 0
-            use = bound.make(self._examples, tapped, view.transposed) if fits else None
+        for view, one in known:
+            use, batch_dim = self._use(one, tapped, view is not None and view.transposed)
+            if use is not None and not use.fits(tuple(one.argument.shape)):
+                use = None
             version = -1 if use is None or use.inputs.is_meta else use.inputs._version
-            self.uses.append(SeenUse(view, use, listener, version))
+            made = one.argument if view is None else None
+            self.uses.append(SeenUse(view, made, use, listener, version, batch_dim))
+            if use is None:
+                self.unknown.append((one.argument, "a function over rows that are not the batch's examples"))
         return tapped
+
+    def _use(self, one: Any, output: Tensor, transposed: bool) -> tuple[Use | None, int]:
+        """The use of one argument, and which dimension of the output holds the examples.
+
+        That is the first one, (B, …) or folded (B·T, …); or the second of a sequence, (T, B, …), where the
+        first cannot be, or where `sequences_first` says so.
+        """
+        count = self._examples
+        second = output.ndim >= 2 and output.shape[1] == count
+        first = output.ndim > 0 and len(output) % count == 0
+        if second and (not first or self.sequences_first):
+            use = one.make(count, output.movedim(1, 0), transposed)
+            if use.works_on_rows and use.inputs.shape[1:2] == (count,):
+                return replace(use, inputs=use.inputs.movedim(1, 0)), 1
+            if use.works_on_rows and use.inputs.shape[:1] == (count,):
+                return use, 1  # it was made from the output's shape alone
+        return (one.make(count, output, transposed), 0) if first else (None, 0)
+
+    def _note_constant(self, tensor: Tensor) -> None:
+        # Held, so that no other tensor gets its identity while the forward runs.
+        self._constants[id(tensor)] = (tensor, _version(tensor))
+
+    def _is_constant(self, tensor: Any) -> bool:
+        held = self._constants.get(id(tensor))
+        return held is not None and _version(tensor) == held[1]
 
     def view_of(self, tensor: Tensor) -> ParameterView | None:
         """The trainable parameter that `tensor` is, or is some rows or the transpose of; None for others."""
@@ -179,4 +302,55 @@ class Watch(TorchFunctionMode):
         if not alike or tensor.stride() != base.stride() or not base.stride(0):
             return None
         first, rest = divmod(int(tensor.storage_offset()) - int(base.storage_offset()), base.stride(0))
-        return None if rest else ParameterView(name, (first, first + len(tensor)))
+        if rest:
+            return None
+        whole = first == 0 and len(tensor) == len(base)
+        return ParameterView(name, None if whole else (first, first + len(tensor)))
+
+
+# Attention of given queries, keys and values hides no weight: torch's own kernels take less memory.
+HIDING = frozenset(DECOMPOSITIONS) - {torch.nn.functional.scaled_dot_product_attention}
+SPREADING = frozenset({Tensor.expand, Tensor.expand_as, Tensor.repeat})
+
+
+def leaves_behind(tensor: Tensor) -> list[Tensor]:
+    """The leaves that a tensor was computed from and that require gradients.
+
+    >>> a, b = torch.ones(2, requires_grad=True), torch.ones(2)
+    >>> [leaf is a for leaf in leaves_behind((a * b).sum())]
+    [True]
+    """
+    if tensor.grad_fn is None:
+        return [tensor] if tensor.requires_grad else []
+    found: dict[int, Tensor] = {}
+    nodes, seen = [tensor.grad_fn], {tensor.grad_fn}
+    while nodes:
+        node = nodes.pop()
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            found[id(leaf)] = leaf
+        for parent, _ in node.next_functions:
+            if parent is not None and parent not in seen:
+                seen.add(parent)
+                nodes.append(parent)
+    return list(found.values())
+
+
+def _differentiable(output: Any) -> bool:
+    return isinstance(output, Tensor) and output.requires_grad
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested tuples, lists and dictionaries."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for entry in value:
+            yield from _tensors_in(entry)
+    elif isinstance(value, dict):
+        for entry in value.values():
+            yield from _tensors_in(entry)

@@ -3,13 +3,14 @@
     C̄ ← ε C̄ + (1 - ε) C      of B^t (after PosEig), of E[hhᵀ] and of E[h]
 
 A Gram factor's average is a Gram factor: the rows of both, scaled by √ε and √(1-ε). Once the rows are
-as many as the columns the dense form is smaller, and is averaged instead. A solver that reads the mean
-input factor only has E[h] averaged, not E[hhᵀ]: for it `inputs.full` is the latest batch's.
+as many as the columns the dense form is smaller, and is averaged instead. Where one is diagonal, so is the
+average. A solver that reads the mean input factor only has E[h] and B of ḡ averaged, not E[hhᵀ] and the B
+that goes with it: for it these are the latest batch's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import sqrt
 
@@ -17,8 +18,9 @@ import torch
 from torch import Tensor
 
 from curvlab.curvature import Curvature, Definiteness, LayerCurvature
+from curvlab.curvature_layers import KroneckerLayer, KroneckerPart, PlainLayer, SharedLayer, TiedLayer
 from curvlab.exceptions import PairError, ProblemError
-from curvlab.linalg import DenseFactor, Factor, GramFactor
+from curvlab.linalg import DenseFactor, DiagonalFactor, Factor, GramFactor
 from curvlab.linalg.factors import InputFactors, InputKind
 from curvlab.providers.statistics import ROW_BYTES
 
@@ -65,19 +67,51 @@ def average(old: Curvature, new: Curvature, decay: float, reads: InputKind = "fu
 
 
 def _layer(old: LayerCurvature, new: LayerCurvature, decay: float, reads: InputKind) -> LayerCurvature:
-    assert old.output is not None
-    assert new.output is not None
-    inputs = new.inputs
-    if old.inputs is not None and new.inputs is not None:
-        mean = torch.lerp(new.inputs.mean, old.inputs.mean, decay)
-        full = new.inputs.full
-        if reads == "full":
-            full = _factor(old.inputs.full, full, decay, new.name)
-        elif isinstance(full, GramFactor):
-            # Rows with another mean than their own are no longer those that a gradient comes from.
-            full = GramFactor(full.rows, full.root)
-        inputs = InputFactors(full, mean)
-    return replace(new, output=_factor(old.output, new.output, decay, new.name), inputs=inputs)
+    match old, new:
+        case KroneckerLayer(), KroneckerLayer():
+            inputs = new.inputs
+            if old.inputs is not None and new.inputs is not None:
+                inputs = _inputs(old.inputs, new.inputs, decay, reads, new.name)
+            return replace(new, output=_factor(old.output, new.output, decay, new.name), inputs=inputs)
+        case SharedLayer(), SharedLayer():
+            output = _factor(old.mean_output, new.mean_output, decay, new.name)
+            return replace(
+                new, parts=_parts(old.parts, new.parts, decay, reads, new.name), mean_output=output
+            )
+        case PlainLayer(), PlainLayer():
+            return replace(new, factor=_factor(old.factor, new.factor, decay, new.name))
+        case TiedLayer(), TiedLayer():
+            # Its diagonal is that of the full input factors, whatever the solver reads.
+            pairs = zip(old.summands, new.summands, strict=True)
+            summands = [(b, _parts(a.parts, b.parts, decay, "full", new.name)) for a, b in pairs]
+            return replace(new, summands=tuple(replace(one, parts=parts) for one, parts in summands))
+    raise PairError(
+        f"layer `{new.name}` was {old.kind} and is {new.kind}: there is no average of the two. Start again "
+        f"with the new one, or use ema=0"
+    )
+
+
+def _parts(
+    old: Sequence[KroneckerPart], new: Sequence[KroneckerPart], decay: float, reads: InputKind, layer: str
+) -> tuple[KroneckerPart, ...]:
+    return tuple(
+        KroneckerPart(
+            after.output if reads == "mean" else _factor(before.output, after.output, decay, layer),
+            _inputs(before.inputs, after.inputs, decay, reads, layer),
+        )
+        for before, after in zip(old, new, strict=True)
+    )
+
+
+def _inputs(old: InputFactors, new: InputFactors, decay: float, reads: InputKind, layer: str) -> InputFactors:
+    mean = torch.lerp(new.mean, old.mean, decay)
+    full = new.full
+    if reads == "full":
+        full = _factor(old.full, full, decay, layer)
+    elif isinstance(full, GramFactor):
+        # Rows with another mean than their own are no longer those that a gradient comes from.
+        full = GramFactor(full.rows, full.root)
+    return InputFactors(full, mean)
 
 
 def _factor(old: Factor, new: Factor, decay: float, layer: str) -> Factor:
@@ -87,6 +121,8 @@ def _factor(old: Factor, new: Factor, decay: float, layer: str) -> Factor:
             _check_bytes(held, new, layer)
             roots = (old.root * sqrt(decay), new.root * sqrt(1 - decay))
             return GramFactor(torch.cat([old.rows, new.rows]), torch.cat(roots))
+    if isinstance(old, DiagonalFactor) or isinstance(new, DiagonalFactor):
+        return DiagonalFactor(torch.lerp(new.diagonal(), old.diagonal(), decay))
     return DenseFactor(torch.lerp(new.to_dense(), old.to_dense(), decay))
 
 

@@ -50,7 +50,7 @@ class SecondOrder(torch.optim.Optimizer):
     """Second-order steps θ ← θ + lr · d by a provider and a solver.
 
     Args:
-        model: a model whose trainable parameters belong to Linear layers.
+        model: any model; every trainable parameter is stepped.
         criterion: a name, a torch loss or a `Criterion`.
         provider: the curvature, by name or as a provider.
         solver: the solver, by name or as a solver.
@@ -102,7 +102,7 @@ class SecondOrder(torch.optim.Optimizer):
         network = Network.of(model)
         self._model, self._criterion = network.model, criterion_named(criterion)
         self._names = {p: name for name, p in network.model.named_parameters()}
-        self._blocks = {n for layer in network.selected for n in (layer.weight_name, layer.bias_name) if n}
+        self._blocks = set(network.parameters)
         self._provider, self._solver = provider, solver
         self._reads = solvers.make(solver).input_factor
         providers.make(provider)
@@ -140,8 +140,8 @@ class SecondOrder(torch.optim.Optimizer):
             shapes = [self._names.get(p) or tuple(p.shape) for p in unknown]
             self.param_groups.pop()
             raise ProblemError(
-                f"{shapes} have no curvature: only trainable parameters of the model's Linear layers do. "
-                f"Leave them to another optimizer"
+                f"{shapes} have no curvature: only trainable parameters of the model do. Leave them to "
+                f"another optimizer"
             )
         _rate("lr", group["lr"])
         _fraction("momentum", group["momentum"])
@@ -164,6 +164,7 @@ class SecondOrder(torch.optim.Optimizer):
             curvature, keep = self._curvature(problem, fresh)
             group = self.process_group
             solution = solve(self._solver, curvature, gradient, alpha=self._alpha, process_group=group)
+            self._base = problem.empty_like()  # knows the layers, for a rank that gets no rows next
             changes = list(self._changes(solution, self._clipping(gradient)))
             check_finite(changes)
             if self.on_solution is not None:
@@ -177,34 +178,25 @@ class SecondOrder(torch.optim.Optimizer):
         return loss
 
     def _problem(self, inputs: Any, targets: Tensor | None) -> Problem:
+        """The step's problem, which is looked at where an error on one rank reaches all."""
         if self._base is None:
-            # One example of its own: the analysed model is kept, the user's batch is not.
-            own = (inputs[:1].clone(), None if targets is None else targets[:1].clone())
-            first = own if isinstance(inputs, Tensor) else (inputs, targets)
-            self._base = Problem(self._model, self._criterion, *first, layers=self._layers())
+            self._base = Problem(self._model, self._criterion, [], layers=self._layers())
         return self._base.with_data(inputs, targets)
 
     def _layers(self) -> list[str]:
-        trained = {self._names[p].rpartition(".")[0] for group in self.param_groups for p in group["params"]}
-        return sorted(trained)
+        trained = {self._names[p] for group in self.param_groups for p in group["params"]}
+        return [name for name in self._names.values() if name in trained]
 
     def _everything(self) -> list[Tensor]:
-        trainable = {name: p for p, name in self._names.items() if p.requires_grad}
-        left = [name for name in trainable if name not in self._blocks]
-        if left:
-            raise ProblemError(
-                f"{left} are trainable but belong to no Linear layer, so they have no curvature: freeze "
-                f"them, or pass params=[…] and leave them to another optimizer"
-            )
-        return list(trainable.values())
+        return [p for p in self._names if p.requires_grad]
 
     def _observe(self, problem: Problem, estimating: bool) -> tuple[Tensor, Gradient, Curvature | None]:
         """Loss, gradient and, where it is time for one, a new curvature; of all ranks in one exchange."""
         if self.process_group is None:
             loss, gradient = problem.loss(), problem.gradient()
             return loss, gradient, estimate(self._provider, problem) if estimating else None
-        chosen = Chosen.of([self._provider] if estimating else [], problem)
         communicator = communicator_of(self.process_group)
+        chosen = Chosen.jointly([self._provider] if estimating else [], problem, communicator)
         found = estimate_jointly(chosen, problem, communicator, gradient=True, loss=True)
         return found.joined.loss, found.joined.gradient, found.curvatures[0] if estimating else None
 

@@ -8,24 +8,35 @@ blocks read the data anew for every product, through a `ProblemSnapshot`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, cast
 
 from torch import Tensor
 
-from curvlab.curvature import Curvature, LayerCurvature
+from curvlab.curvature import Curvature
+from curvlab.curvature_layers import (
+    KroneckerLayer,
+    KroneckerPart,
+    LayerCurvature,
+    PlainLayer,
+    SharedLayer,
+    Summand,
+    TiedLayer,
+)
 from curvlab.exceptions import StaleError
 from curvlab.linalg import Factor
-from curvlab.linalg.factors import InputFactors
+from curvlab.linalg.factors import DiagonalFactor, InputFactors
+from curvlab.measure import device
 from curvlab.model.graph import Network
+from curvlab.model.layers import Layer
 from curvlab.model.recording import Recording
 from curvlab.problem import Problem
-from curvlab.providers.statistics import Inputs, Statistic, Values
+from curvlab.providers.statistics import Inputs, OutputProducts, Statistic, Values, input_statistic
 from curvlab.registry import INTERFACE
 from curvlab.staleness import Versions, change_message
 
-__all__ = ["INPUTS", "Context", "ProblemSnapshot", "Provider", "kronecker_layers"]
+__all__ = ["INPUTS", "Context", "ProblemSnapshot", "Provider", "kronecker_layers", "row_layers", "side_notes"]
 
 INPUTS = Inputs()
 
@@ -49,6 +60,11 @@ class Context:
     def factors(self, statistic: Statistic) -> tuple[Factor, ...]:
         """The means of a statistic that gives Gram factors."""
         return cast(tuple[Factor, ...], self.means[statistic])
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """The layers that have blocks, as the model's forward shows them."""
+        return self.problem.layers
 
     @property
     def inputs(self) -> tuple[InputFactors, ...]:
@@ -78,15 +94,95 @@ class Provider(ABC):
     def check(self, problem: Problem, name: str) -> None:
         """Refuse a problem the provider cannot analyse, before any work is done."""
         if self.needs_chain:
-            problem.network.require_chain(name)
+            problem.require_chain(name)
 
 
-def kronecker_layers(context: Context, outputs: Sequence[Factor]) -> tuple[LayerCurvature, ...]:
-    """Layers with weight blocks E[hhᵀ] ⊗ B^t from the output factors B^t, one for each layer with blocks."""
-    return tuple(
-        LayerCurvature(layer.name, layer.weight_name, layer.bias_name, output, inputs)
-        for layer, output, inputs in zip(context.network.selected, outputs, context.inputs, strict=True)
+def kronecker_layers(
+    context: Context, outputs: Sequence[Factor], inputs: Statistic = INPUTS
+) -> tuple[LayerCurvature, ...]:
+    """Layers with weight blocks A ⊗ B, from the factors of the output sides in the order of `OutputSums`.
+
+    For Linear layers with one row per example that is one output factor B^t for each layer with blocks.
+    """
+    sides = iter(cast(tuple[InputFactors, ...], context.means[inputs]))
+    factors = iter(outputs)
+    return tuple(_layer(layer, factors, sides) for layer in context.layers)
+
+
+def _layer(layer: Layer, outputs: Iterator[Factor], inputs: Iterator[InputFactors]) -> LayerCurvature:
+    shape = tuple(layer.weight.shape)
+    if layer.kind == "linear":
+        return KroneckerLayer(layer.name, layer.weight_name, layer.bias_name, next(outputs), next(inputs))
+    if layer.kind == "plain":
+        return PlainLayer(layer.name, shape, next(outputs))
+    summands = [
+        Summand(
+            role.matrix_view(shape),
+            tuple(KroneckerPart(next(outputs), next(inputs)) for _ in role.parts),
+        )
+        for role in layer.roles
+    ]
+    if layer.kind == "tied":
+        return TiedLayer(str(layer.weight_name), shape, tuple(summands))
+    (only,) = summands
+    return SharedLayer(
+        layer.name, layer.weight_name, layer.bias_name, only.view, only.parts, mean_output=next(outputs)
     )
+
+
+def row_layers(
+    context: Context, products: OutputProducts
+) -> tuple[tuple[LayerCurvature, ...], tuple[str, ...]]:
+    """The layers whose output sides a statistic of rows gives, and what is to be said of them."""
+    factors = context.factors(products)
+    if products.sides is not None and products.sides.diagonal:
+        names = [name for layer in context.layers for name in layer.names]
+        parameters = context.network.parameters
+        return tuple(
+            PlainLayer(name, tuple(parameters[name].shape), factor)
+            for name, factor in zip(names, factors, strict=True)
+        ), ()
+    layers = kronecker_layers(context, factors, input_statistic(products.sides))
+    return layers, side_notes(layers)
+
+
+def side_notes(layers: Sequence[LayerCurvature]) -> tuple[str, ...]:
+    """What the layers' sides leave out: diagonal sides, and layers whose mean gradient has no curvature."""
+    notes = []
+    for layer in layers:
+        if isinstance(layer, PlainLayer) and isinstance(layer.factor, DiagonalFactor):
+            notes.append(f"`{layer.name}` is wider than max_factor: its block is diagonal")
+        if isinstance(layer, TiedLayer):
+            notes.append(
+                f"`{layer.name}` is used as different matrices: a sum of Kronecker products for `cg`, its "
+                f"diagonal for every other solver"
+            )
+        if isinstance(layer, SharedLayer):
+            if any(isinstance(part.output, DiagonalFactor) for part in layer.parts):
+                notes.append(f"layer `{layer.name}`: its output side is wider than max_factor, and diagonal")
+            if _loses_mean(layer):
+                notes.append(
+                    f"layer `{layer.name}`: the gradients of an example's positions cancel, so that `sm-kfi` "
+                    f"and `ea-cg` see no curvature there"
+                )
+    return tuple(notes)
+
+
+def _loses_mean(layer: SharedLayer) -> bool:
+    """Whether ḡ vanishes for all of a part though the gradients at its positions do not."""
+    start = 0
+    for part in layer.parts:
+        size = part.output.size
+        own, mean = part.output.trace(), layer.mean_output.diagonal()[start : start + size].sum()
+        if not device.readable(own):
+            return False
+        if float(own) > 0 and float(mean) <= CANCELLED * float(own):
+            return True
+        start += size
+    return False
+
+
+CANCELLED = 1e-10
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,15 +191,19 @@ class ProblemSnapshot:
 
     problem: Problem
     versions: Versions
+    settings: Hashable
 
     @classmethod
     def of(cls, problem: Problem) -> ProblemSnapshot:
         """The problem as it is now."""
-        return cls(problem, problem.versions)
+        return cls(problem, problem.versions, problem.network.settings_key())
 
     def check_unchanged(self) -> None:
-        """Refuse to go on with parameters or a batch that have changed."""
+        """Refuse to go on with a model or a batch that have changed."""
+        self.problem.network.check_unchanged()
         changed = self.versions.differing(self.problem.tensors)
+        if not changed and self.settings != self.problem.network.settings_key():
+            changed = ["the model's modes, hooks or settings"]
         if changed:
             again = "and its blocks read them: call estimate() again"
             raise StaleError(change_message(changed, "the curvature was estimated", again))

@@ -51,9 +51,11 @@ def estimate(
     """
     if isinstance(provider, str) or not isinstance(provider, Sequence):
         return estimate([provider], problem, process_group=process_group)[0]
-    chosen = Chosen.of(provider, problem)
     if process_group is not None:
-        return estimate_jointly(chosen, problem, communicator_of(process_group)).curvatures
+        communicator = communicator_of(process_group)
+        chosen = Chosen.jointly(provider, problem, communicator)
+        return estimate_jointly(chosen, problem, communicator).curvatures
+    chosen = Chosen.of(provider, problem)
     versions = problem.versions
     return chosen.curvatures(Context(problem, _means(problem, chosen.statistics)), versions)
 
@@ -74,10 +76,41 @@ class Chosen:
         wanted = {statistic: None for _, provider in named for statistic in provider.statistics(problem)}
         return cls(named, tuple(wanted))
 
+    @classmethod
+    def jointly(
+        cls, chosen: Sequence[str | Provider], problem: Problem, communicator: Communicator
+    ) -> Chosen:
+        """The same on each rank, before `estimate_jointly`: an error on one is raised on all."""
+        try:
+            return cls.of(chosen, problem)
+        except Exception as error:
+            failed = error
+
+        def fail() -> None:
+            raise failed
+
+        communicator.collect(fail)  # what the other ranks take part in first
+        raise AssertionError("unreachable")
+
     def curvatures(self, context: Context, versions: Versions) -> list[Curvature]:
         """What the providers make of the statistics, dated as of `versions`."""
         made = [provider.curvature(context, name) for name, provider in self.named]
-        return [c if c.versions is not None else replace(c, versions=versions) for c in made]
+        problem = context.problem
+        left_out = problem.network.left_out
+        said = (
+            (f"no block for {', '.join(f'`{n}`' for n in left_out)}: left out by layers=[…]",)
+            if left_out
+            else ()
+        )
+        return [
+            replace(
+                one,
+                versions=versions if one.versions is None else one.versions,
+                shift=problem.l2,
+                notes=(*one.notes, *said),
+            )
+            for one in made
+        ]
 
 
 def _named(spec: str | Provider) -> tuple[str, Provider]:

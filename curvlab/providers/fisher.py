@@ -1,8 +1,13 @@
-"""Fisher: B^t = E[g^t g^tᵀ], the second moment of the gradients at the pre-activations.
+"""Fisher: the second moment of the gradients, Kronecker-factored by layer.
 
 Three kinds differ in the labels behind the gradients: the given ones (`empirical`: what the paper and
 KFAC practice call Fisher), labels drawn from the model's own prediction (`mc`), or the expectation
-over them (`exact`). Every kind is a Gram matrix, so it is positive semi-definite, and is kept as one.
+over them (`exact`). For a weight the block is A ⊗ B, with the sides of `curvlab.providers.sides`; the bias
+block E[ḡḡᵀ] is exact. Every kind is a Gram matrix, so it is positive semi-definite, and is kept as one.
+
+With T loss terms per example (a loss per token) the terms' rows are summed as outer products in `mc` and
+`exact`, so that `exact` is the Gauss-Newton matrix for cross-entropy there too; `empirical` is the second
+moment of the examples' own gradients, in which terms are averaged first: smaller by about T.
 """
 
 from __future__ import annotations
@@ -13,55 +18,104 @@ from typing import ClassVar, Literal
 from curvlab.curvature import Curvature, Definiteness
 from curvlab.exceptions import SpecError
 from curvlab.problem import Problem
-from curvlab.providers.base import INPUTS, Context, Provider, kronecker_layers
+from curvlab.providers.base import Context, Provider, row_layers
+from curvlab.providers.sides import MAX_FACTOR, Sharing, Sides
 from curvlab.providers.statistics import (
     ExpectedGradientProducts,
     GradientProducts,
+    OutputProducts,
     SampledGradientProducts,
     Statistic,
+    input_statistic,
+    sides_for,
 )
 from curvlab.specs import check_choices
 
-__all__ = ["Fisher"]
+__all__ = ["Fisher", "RowFields"]
+
+Positions = int | Literal["all"]
+RowStructure = Literal["kronecker", "diagonal"]
 
 
 @dataclass(frozen=True)
-class Fisher(Provider):
-    """Second moment of the gradients, with labels given, sampled or in expectation.
+class RowFields(Provider):
+    """The fields of providers that make blocks of rows.
 
-    `samples` draws an example and their `seed` matter to the kind `mc` only.
-
-    >>> Fisher(kind="mc", samples=4)
-    Fisher(kind='mc', samples=4, seed=0)
+    Args:
+        sharing: how the positions of an example enter the sides of a weight: `expand` or `reduce`.
+        positions: how many positions of an example are drawn for the sides, or `all`.
+        structure: `kronecker`, A ⊗ B by weight; `diagonal`, the true diagonal.
+        max_factor: where columns and rows of a side both exceed it, the side is diagonal.
+        seed: of whatever is drawn.
     """
 
     needs_chain: ClassVar[bool] = False
-    kind: Literal["empirical", "mc", "exact"] = "empirical"
-    samples: int = 1
+    sharing: Sharing = "expand"
+    positions: Positions = "all"
+    structure: RowStructure = "kronecker"
+    max_factor: int = MAX_FACTOR
     seed: int = 0
 
     def __post_init__(self) -> None:
         check_choices(self)
+        if self.positions != "all" and self.positions < 1:
+            raise SpecError(f"positions={self.positions}: expected `all` or a number of at least 1")
+        if self.max_factor < 1:
+            raise SpecError(f"max_factor={self.max_factor}: expected a number of at least 1")
+
+    @property
+    def sides(self) -> Sides:
+        """The fields that say how rows are made."""
+        drawn = None if self.positions == "all" else self.positions
+        return Sides(self.sharing, drawn, self.seed, self.max_factor, self.structure == "diagonal")
+
+    def row_notes(self, problem: Problem) -> tuple[str, ...]:
+        """What is not as the fields say."""
+        lookups = [layer.name for layer in problem.layers if any(role.lookup for role in layer.roles)]
+        if self.sharing == "reduce" and lookups:
+            return (f"embeddings keep sharing=expand: {', '.join(f'`{name}`' for name in lookups)}",)
+        return ()
+
+
+@dataclass(frozen=True)
+class Fisher(RowFields):
+    """Second moment of the gradients, with labels given, sampled or in expectation; Kronecker-factored.
+
+    `samples` draws an example matter to the kind `mc` only. `structure=diagonal` is the true diagonal.
+
+    >>> Fisher(kind="mc", samples=4).kind
+    'mc'
+    """
+
+    kind: Literal["empirical", "mc", "exact"] = "empirical"
+    samples: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.samples < 1:
             raise SpecError(f"samples={self.samples}: at least one draw an example is needed")
 
-    @property
-    def products(self) -> Statistic:
-        """The statistic that gives B^t."""
+    def products(self, problem: Problem) -> OutputProducts:
+        """The statistic that gives the output sides."""
+        sides = sides_for(self.sides, problem)
         if self.kind == "mc":
-            return SampledGradientProducts(self.samples, self.seed)
-        return GradientProducts() if self.kind == "empirical" else ExpectedGradientProducts()
+            return SampledGradientProducts(sides, self.samples, self.seed)
+        return GradientProducts(sides) if self.kind == "empirical" else ExpectedGradientProducts(sides)
 
     def statistics(self, problem: Problem) -> tuple[Statistic, ...]:
-        return (INPUTS, self.products)
+        products = self.products(problem)
+        return (products,) if self.structure == "diagonal" else (input_statistic(products.sides), products)
 
     def curvature(self, context: Context, name: str) -> Curvature:
-        criterion = context.problem.criterion
-        honest = self.kind == "empirical" or criterion.likelihood
+        problem = context.problem
+        layers, notes = row_layers(context, self.products(problem))
+        honest = self.kind == "empirical" or problem.criterion.likelihood
+        said = () if honest else (f"criterion `{problem.criterion.name}` is not a likelihood",)
         return Curvature(
             name,
-            criterion.name,
-            kronecker_layers(context, context.factors(self.products)),
+            problem.criterion.name,
+            layers,
             Definiteness(True, "a second moment"),
-            notes=() if honest else (f"criterion `{criterion.name}` is not a likelihood",),
+            notes=(*said, *self.row_notes(problem), *notes),
+            structure=self.structure,
         )

@@ -1,10 +1,12 @@
-"""Gauss-Newton, in two kinds.
+"""Gauss-Newton, in three kinds.
 
-    recursive (KFRA)   B^k = E[∇²ξ(h^k)],  B^{t-1} = (Wᵀ B^t W) ⊙ E[σ'σ'ᵀ]
-    exact              B^t = E[J_iᵀ ∇²ξ_i J_i],  weight block E[(h_i h_iᵀ) ⊗ (J_iᵀ ∇²ξ_i J_i)]
+    recursive (KFRA)   B^k = E[∇²ξ(h^k)],  B^{t-1} = (Wᵀ B^t W) ⊙ E[σ'σ'ᵀ], on chains of Linear layers
+    rows               sides of rows Jᵀ l for the columns l of ∇²ξ = L Lᵀ, on any model (KFLR; drawn: KFAC-MC)
+    exact              B^t = E[J_iᵀ ∇²ξ_i J_i],  weight block E[(h_i h_iᵀ) ⊗ (J_iᵀ ∇²ξ_i J_i)], by products
 
-With a criterion that is not convex either may be indefinite; the result's `definiteness` tells. The exact
-weight block is an operator on the Jacobian rows of each example, with C_i = J_iᵀ ∇²ξ_i J_i never formed:
+With a criterion that is not convex each may be indefinite; the result's `definiteness` tells. The exact
+weight block of a chain is an operator on the Jacobian rows of each example, with C_i = J_iᵀ ∇²ξ_i J_i never
+formed:
 
     product    X ↦ Σ_i c_i C_i X h_i h_iᵀ
     diagonal   Σ_i c_i diag(C_i) (h_i ⊙ h_i)ᵀ
@@ -15,24 +17,34 @@ A single batch's Jacobians are kept by its recording; a stream's are computed an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from curvlab.criteria import Criterion
-from curvlab.curvature import Curvature, Definiteness, LayerCurvature
+from curvlab.curvature import Curvature, Definiteness
+from curvlab.curvature_layers import LayerCurvature, layer_from_parts
+from curvlab.exceptions import SpecError
 from curvlab.linalg import DenseFactor, Factor, OperatorBlock
 from curvlab.linalg.factors import row_square_norms
 from curvlab.measure import device
-from curvlab.model.recording import Recording
+from curvlab.model.recording import ChainRecording
 from curvlab.problem import Problem
-from curvlab.providers.base import INPUTS, Context, ProblemSnapshot, Provider, kronecker_layers
+from curvlab.providers.base import INPUTS, Context, ProblemSnapshot, kronecker_layers, row_layers
+from curvlab.providers.fisher import RowFields
+from curvlab.providers.operators import ModelOperator
 from curvlab.providers.pch import OUTPUT_HESSIAN, SLOPE_PRODUCTS, recurse
-from curvlab.providers.statistics import GaussNewtonBlocks, OutputSpectrum, Statistic
-from curvlab.specs import check_choices
+from curvlab.providers.statistics import (
+    CurvatureProducts,
+    GaussNewtonBlocks,
+    OutputSpectrum,
+    Statistic,
+    input_statistic,
+    sides_for,
+)
 
 __all__ = ["GaussNewton", "exact_layers"]
 
@@ -41,34 +53,84 @@ SPECTRUM = OutputSpectrum()
 
 
 @dataclass(frozen=True)
-class GaussNewton(Provider):
-    """Gauss-Newton: with the expectation at every layer (recursive, KFRA) or with none (exact).
+class GaussNewton(RowFields):
+    """Gauss-Newton: with an expectation at every layer (recursive), of rows, or not approximated (exact).
 
-    >>> GaussNewton()
-    GaussNewton(kind='recursive')
+    Args:
+        kind: `auto` is `recursive` on a chain of Linear layers and `rows` elsewhere.
+        samples: for `rows`, how many random combinations of the columns of ∇²ξ go back, or `all` columns.
+        structure: for `rows` as in `fisher`; `exact` is block diagonal by parameter unless `full`.
+
+    >>> GaussNewton().kind
+    'auto'
     """
 
-    needs_chain: ClassVar[bool] = False
-    kind: Literal["recursive", "exact"] = "recursive"
+    kind: Literal["auto", "recursive", "rows", "exact"] = "auto"
+    samples: int | Literal["all"] = "all"
+    structure: Literal["kronecker", "diagonal", "block", "full"] = "kronecker"  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        check_choices(self)
+        super().__post_init__()
+        if self.samples != "all" and self.samples < 1:
+            raise SpecError(f"samples={self.samples}: expected `all` or a number of at least 1")
+        fits = {"exact": ("kronecker", "block", "full"), "recursive": ("kronecker",)}
+        if self.structure not in fits.get(self.kind, ("kronecker", "diagonal")):
+            other = "kind=exact" if self.structure in ("block", "full") else "kind=rows"
+            raise SpecError(
+                f"structure={self.structure} does not go with kind={self.kind}; it does with {other}"
+            )
+
+    def resolve(self, problem: Problem) -> str:
+        """The kind on this problem."""
+        if self.kind != "auto":
+            return self.kind
+        return "recursive" if problem.chain is not None and self.structure == "kronecker" else "rows"
 
     def check(self, problem: Problem, name: str) -> None:
         if self.kind == "recursive":
-            problem.network.require_chain(name)
+            problem.require_chain(name)
+
+    def products(self, problem: Problem) -> CurvatureProducts:
+        """The statistic that gives the output sides of the kind `rows`."""
+        drawn = None if self.samples == "all" else self.samples
+        return CurvatureProducts(sides_for(self.sides, problem), drawn, self.seed)
 
     def statistics(self, problem: Problem) -> tuple[Statistic, ...]:
-        if self.kind == "recursive":
+        kind = self.resolve(problem)
+        if kind == "recursive":
             return (INPUTS, OUTPUT_HESSIAN, SLOPE_PRODUCTS)
-        return (BLOCKS,) if problem.criterion.convex else (BLOCKS, SPECTRUM)
+        spectrum = () if problem.criterion.convex else (SPECTRUM,)
+        if kind == "exact":
+            return ((BLOCKS,) if problem.chain is not None else ()) + spectrum
+        products = self.products(problem)
+        inputs = () if self.structure == "diagonal" else (input_statistic(products.sides),)
+        return (*inputs, products, *spectrum)
 
     def curvature(self, context: Context, name: str) -> Curvature:
-        return _recursive(context, name) if self.kind == "recursive" else _exact(context, name)
+        kind = self.resolve(context.problem)
+        if kind == "recursive":
+            return _recursive(context, name)
+        if kind == "exact":
+            return (
+                _exact(context, name)
+                if context.problem.chain is not None and self.structure != "full"
+                else (_exact_operator(context, name, self.structure == "full"))
+            )
+        problem = context.problem
+        layers, notes = row_layers(context, self.products(problem))
+        definiteness = _known(problem.criterion) or _measured_examples(*context.tensors(SPECTRUM))
+        return Curvature(
+            name,
+            problem.criterion.name,
+            layers,
+            definiteness,
+            notes=(*self.row_notes(problem), *notes),
+            structure=self.structure,
+        )
 
 
 def _recursive(context: Context, name: str) -> Curvature:
-    chain, criterion = context.network.require_chain(name), context.problem.criterion
+    chain, criterion = context.problem.require_chain(name), context.problem.criterion
     (top,) = context.tensors(OUTPUT_HESSIAN)
     outputs = recurse(chain, top, context.tensors(SLOPE_PRODUCTS), [None] * len(chain.activations))
     definiteness = _known(criterion) or _measured_mean(top)
@@ -80,7 +142,25 @@ def _exact(context: Context, name: str) -> Curvature:
     layers = exact_layers(problem, [DenseFactor(block) for block in context.tensors(BLOCKS)])
     definiteness = _known(problem.criterion) or _measured_examples(*context.tensors(SPECTRUM))
     versions = problem.versions
-    return Curvature(name, problem.criterion.name, layers, definiteness, versions=versions, live=True)
+    return Curvature(
+        name, problem.criterion.name, layers, definiteness, versions=versions, live=True, structure="block"
+    )
+
+
+def _exact_operator(context: Context, name: str, coupled: bool) -> Curvature:
+    """The exact matrix of any model, by products with it."""
+    problem = context.problem
+    operator = ModelOperator(problem, "gauss_newton")
+    return Curvature(
+        name,
+        problem.criterion.name,
+        operator.layers(),
+        _known(problem.criterion) or _measured_examples(*context.tensors(SPECTRUM)),
+        full_product=operator.full_product if coupled else None,
+        versions=problem.versions,
+        live=True,
+        structure="full" if coupled else "block",
+    )
 
 
 def _known(criterion: Criterion) -> Definiteness | None:
@@ -117,13 +197,19 @@ class _Weight:
     index: int
     like: Tensor
 
-    def rows(self, recording: Recording) -> tuple[Tensor, Tensor]:
+    def batches(self) -> Iterator[tuple[ChainRecording, Tensor]]:
+        """Each batch's recording, with its examples' weights in the mean over all."""
+        for recording, weights in self.snapshot.batches():
+            assert isinstance(recording, ChainRecording)
+            yield recording, weights
+
+    def rows(self, recording: ChainRecording) -> tuple[Tensor, Tensor]:
         """The layer's inputs H (m × n_{t-1}) and Jacobians J (K, m, n_t)."""
         return recording.layers[self.index].inputs.rows, recording.jacobians[self.index]
 
     def product(self, x: Tensor) -> Tensor:
         result = torch.zeros_like(x)
-        for recording, weights in self.snapshot.batches():
+        for recording, weights in self.batches():
             h, jacobian = self.rows(recording)
             along = torch.einsum("kmn,mn->mk", jacobian, h @ x.T)
             curved = recording.criterion.hessian_products(recording.logits, recording.targets, along)
@@ -133,7 +219,7 @@ class _Weight:
 
     def diagonal(self) -> Tensor:
         result = torch.zeros_like(self.like)
-        for recording, weights in self.snapshot.batches():
+        for recording, weights in self.batches():
             h, jacobian = self.rows(recording)
             diagonals = (jacobian * recording.apply_output_hessian(jacobian)).sum(0)
             result.addmm_((diagonals * weights[:, None]).T, h.square())
@@ -141,7 +227,7 @@ class _Weight:
 
     def trace(self) -> Tensor:
         result = self.like.new_zeros(())
-        for recording, weights in self.snapshot.batches():
+        for recording, weights in self.batches():
             h, jacobian = self.rows(recording)
             traces = (jacobian * recording.apply_output_hessian(jacobian)).sum((0, 2))
             result += weights @ (traces * row_square_norms(h))
@@ -150,10 +236,10 @@ class _Weight:
     def square_norm(self) -> Tensor:
         """tr(C_i C_j) = Σ_kl (J_i^k · V_j^l)(V_i^k · J_j^l) with V = ∇²ξ J."""
         total = self.like.new_zeros(())
-        for left, weights_left in self.snapshot.batches():
+        for left, weights_left in self.batches():
             h_left, j_left = self.rows(left)
             v_left = left.apply_output_hessian(j_left)
-            for right, weights_right in self.snapshot.batches():
+            for right, weights_right in self.batches():
                 h_right, j_right = self.rows(right)
                 v_right = right.apply_output_hessian(j_right)
                 alignment = (h_left @ h_right.T).square() * torch.outer(weights_left, weights_right)
@@ -171,12 +257,17 @@ class _Weight:
 def exact_layers(problem: Problem, outputs: Sequence[Factor]) -> tuple[LayerCurvature, ...]:
     """Layers with the exact weight blocks, and the mean blocks `outputs` for the biases."""
     snapshot = ProblemSnapshot.of(problem)
-    held = [0] * len(outputs) if problem.streamed else [j.nbytes for j in problem.recording().jacobians]
+    recording = None if problem.streamed else problem.recording()
+    held = (
+        [j.nbytes for j in recording.jacobians]
+        if isinstance(recording, ChainRecording)
+        else [0] * len(outputs)
+    )
     layers = []
-    for index, (layer, output) in enumerate(zip(problem.network.selected, outputs, strict=True)):
+    for index, (layer, output) in enumerate(zip(problem.layers, outputs, strict=True)):
         operator = None
         if layer.weight_name is not None:
             operator = _Weight(snapshot, index, layer.weight).block(held[index])
         names = (layer.name, layer.weight_name, layer.bias_name)
-        layers.append(LayerCurvature(*names, output, weight_operator=operator))
+        layers.append(layer_from_parts(*names, output, weight_operator=operator))
     return tuple(layers)

@@ -15,35 +15,34 @@ without forming one, by differentiating the backward pass along u (the R-operato
     forward    u^{s} = W^s (σ' ⊙ u^{s-1})
     backward   v^k = ∇²ξ u^k,  v^{s-1} = σ' ⊙ (Wᵀ v^s) + σ'' ⊙ (Wᵀ g^s) ⊙ u^{s-1}
 
-Where the Linear layers form no chain (residual connections, convolutions or normalisation in between, Linear
-layers over sequences) the model's own forward is differentiated twice by torch.func, and every product runs
-the model on the data again.
+Any other model's own forward is differentiated twice: see `curvlab.providers.operators`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.func import functional_call, grad, vjp
 
-from curvlab.curvature import Curvature, Definiteness, LayerCurvature
+from curvlab.curvature import Curvature, Definiteness
+from curvlab.curvature_layers import LayerCurvature, layer_from_parts
 from curvlab.linalg import DenseFactor, OperatorBlock
 from curvlab.linalg.factors import row_square_norms, symmetric_product
 from curvlab.measure import device
-from curvlab.model.recording import ChainRecording, Recording, uncompiled
-from curvlab.problem import Batch, Problem
+from curvlab.model.layers import Chain
+from curvlab.model.recording import ChainRecording, Recording
+from curvlab.problem import Problem
 from curvlab.providers.base import Context, ProblemSnapshot, Provider
+from curvlab.providers.operators import ModelOperator
 from curvlab.providers.statistics import Statistic, Values
+from curvlab.specs import check_choices
 
 __all__ = [
     "BiasHessians",
     "ChainHessian",
-    "GraphHessian",
     "Hessian",
     "chunks",
     "hessian_products",
@@ -58,7 +57,7 @@ UNKNOWN = Definiteness(False, "a Hessian may have negative eigenvalues")
 
 def chunks(recording: ChainRecording, lowest: int = 0) -> Iterator[slice]:
     """Slices of the examples, small enough that one matrix an example fits in `CHUNK_BYTES`."""
-    widths = [layer.module.out_features for layer in recording.chain.layers[lowest:]]
+    widths = [layer.out_features for layer in recording.chain.layers[lowest:]]
     per_example = 3 * max(widths) ** 2 * recording.logits.element_size()
     size = max(1, CHUNK_BYTES // per_example)
     for start in range(0, recording.examples, size):
@@ -144,10 +143,9 @@ class ChainHessian:
     """Products with the exact Hessian of a chain."""
 
     def __init__(self, problem: Problem) -> None:
-        chain = problem.network.chain
-        assert chain is not None
+        chain = problem.require_chain("hessian of a chain")
         self.snapshot = ProblemSnapshot.of(problem)
-        self.layers = problem.network.selected
+        self.layers = problem.layers
         self.positions = [chain.layers.index(layer) for layer in self.layers]
 
     def batches(self) -> Iterator[tuple[ChainRecording, Tensor]]:
@@ -288,91 +286,60 @@ def _full_backward(
     return {name: results[name] for name in order}
 
 
-class GraphHessian:
-    """Products with the exact Hessian of a model that is no chain."""
-
-    def __init__(self, problem: Problem) -> None:
-        self.snapshot = ProblemSnapshot.of(problem)
-        self.problem = problem
-        self.layers = problem.network.selected
-        self.total_weight = problem.total_weight()
-
-    def _loss_sum(self, batch: Batch, parameters: dict[str, Tensor]) -> Tensor:
-        """Σ c_i ξ_i."""
-        logits = functional_call(self.problem.model, parameters, (batch.inputs,))
-        criterion = self.problem.criterion
-        weights = criterion.weights(logits, batch.targets)
-        losses = criterion.losses(logits, batch.targets)
-        return losses.sum() if weights is None else weights @ losses
-
-    def products(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The Hessian over the parameters named in `vectors`, times them."""
-        self.snapshot.check_unchanged()
-        self.problem.network.check_modes()
-        live = dict(self.problem.model.named_parameters())
-        parameters = {name: live[name].detach() for name in vectors}
-        results = {name: torch.zeros_like(value) for name, value in parameters.items()}
-        for batch in self.problem.batches():
-            with uncompiled():
-                pull = vjp(grad(partial(self._loss_sum, batch)), parameters)[1]
-            (values,) = pull(dict(vectors))
-            for name, value in values.items():
-                results[name] += value.detach()
-        return {name: value / self.total_weight for name, value in results.items()}
-
-    def full_product(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """All blocks at once."""
-        names = [n for layer in self.layers for n in (layer.weight_name, layer.bias_name) if n is not None]
-        return self.products({name: vectors[name] for name in names})
-
-    def block(self, name: str) -> OperatorBlock:
-        """The diagonal block of one parameter."""
-        parameter = self.problem.model.get_parameter(name).detach()
-        return OperatorBlock(tuple(parameter.shape), lambda x: self.products({name: x})[name], parameter)
-
-
 @dataclass(frozen=True)
 class Hessian(Provider):
-    """The exact Hessian of the mean loss, block diagonal unless full=true.
+    """The exact Hessian of the mean loss, block diagonal by parameter unless structure=full.
 
-    >>> Hessian(full=True)
-    Hessian(full=True)
+    `full=true` is the old name of `structure=full`, which keeps the cross-layer blocks in `@`, `to_dense` and
+    `cg`.
+
+    >>> Hessian(structure="full").coupled
+    True
     """
 
     needs_chain: ClassVar[bool] = False
     full: bool = False
+    structure: Literal["block", "full"] = "block"
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+
+    @property
+    def coupled(self) -> bool:
+        """Whether cross-layer blocks are kept."""
+        return self.full or self.structure == "full"
 
     def statistics(self, problem: Problem) -> tuple[Statistic, ...]:
-        return () if problem.network.chain is None else (BIAS_HESSIANS,)
+        return () if problem.chain is None else (BIAS_HESSIANS,)
 
     def curvature(self, context: Context, name: str) -> Curvature:
         problem = context.problem
-        operator: ChainHessian | GraphHessian
-        if problem.network.chain is None:
-            operator = GraphHessian(problem)
-            layers, definiteness = _graph_layers(operator), UNKNOWN
+        operator: ChainHessian | ModelOperator
+        layers: tuple[LayerCurvature, ...]
+        if problem.chain is None:
+            operator = ModelOperator(problem, "hessian")
+            layers, definiteness = operator.layers(), UNKNOWN
         else:
             operator = ChainHessian(problem)
             means = context.tensors(BIAS_HESSIANS)
             layers = _chain_layers(operator, means)
-            definiteness = self._known(problem) or _looked_at(means)
+            definiteness = self._known(problem, problem.chain) or _looked_at(means)
         return Curvature(
             name,
             problem.criterion.name,
             layers,
             definiteness,
             exact=True,
-            full_product=operator.full_product if self.full else None,
+            full_product=operator.full_product if self.coupled else None,
             versions=problem.versions,
             live=True,
+            structure="full" if self.coupled else "block",
         )
 
-    def _known(self, problem: Problem) -> Definiteness | None:
+    def _known(self, problem: Problem, chain: Chain) -> Definiteness | None:
         """Without σ'', and with a convex criterion, each diagonal block is Gauss-Newton's."""
-        chain = problem.network.chain
-        assert chain is not None
         straight = all(activation.piecewise_linear for activation in chain.activations)
-        if problem.criterion.convex and straight and (not self.full or len(chain.layers) == 1):
+        if problem.criterion.convex and straight and (not self.coupled or len(chain.layers) == 1):
             return Definiteness(True, "a convex criterion and piecewise linear activations")
         return None
 
@@ -382,16 +349,7 @@ def _chain_layers(operator: ChainHessian, means: Sequence[Tensor]) -> tuple[Laye
     for index, (layer, mean) in enumerate(zip(operator.layers, means, strict=True)):
         weight = None if layer.weight_name is None else operator.weight_block(index)
         names = (layer.name, layer.weight_name, layer.bias_name)
-        layers.append(LayerCurvature(*names, DenseFactor(mean), weight_operator=weight))
-    return tuple(layers)
-
-
-def _graph_layers(operator: GraphHessian) -> tuple[LayerCurvature, ...]:
-    layers = []
-    for layer in operator.layers:
-        names = (layer.weight_name, layer.bias_name)
-        weight, bias = (None if name is None else operator.block(name) for name in names)
-        layers.append(LayerCurvature(layer.name, *names, None, weight_operator=weight, bias_operator=bias))
+        layers.append(layer_from_parts(*names, DenseFactor(mean), weight_operator=weight))
     return tuple(layers)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from curvlab.curvature import Curvature, Definiteness
 from curvlab.exceptions import SpecError
 from curvlab.linalg import DenseFactor, congruence, poseig, poseig_diagonal
-from curvlab.model.graph import Chain
+from curvlab.model.layers import Chain
 from curvlab.problem import Problem
 from curvlab.providers.base import INPUTS, Context, Provider, kronecker_layers
 from curvlab.providers.statistics import OutputHessian, SecondOrderTerms, SlopeProducts, Statistic
@@ -54,7 +54,7 @@ class PCH(Provider):
         return (INPUTS, OUTPUT_HESSIAN, SLOPE_PRODUCTS, SECOND_ORDER_TERMS)
 
     def curvature(self, context: Context, name: str) -> Curvature:
-        chain = context.network.require_chain(name)
+        chain = context.problem.require_chain(name)
         criterion = context.problem.criterion
         (output,) = context.tensors(OUTPUT_HESSIAN)
         # Where the criterion is convex the mean is PSD already: PosEig would only add rounding.

@@ -10,30 +10,42 @@ recursions come after the mean over all batches (and ranks):
 factor keeps the rows it is given while they are fewer than its columns and take no more than `ROW_BYTES`;
 once they are as many, the dense form is smaller and is summed instead.
 
-Sampled labels come from `uniforms`: each number is a hash of (seed, draw, row, output), the same whatever the
-batching, the order of calls or the machine, so no generator state exists to disturb.
+Random draws (labels, signs, positions) are keyed by the example's content: see `curvlab.providers.draws`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from curvlab.exceptions import ProblemError, StaleError
+from curvlab.exceptions import ProblemError
 from curvlab.gradient import RowFactor
 from curvlab.linalg import DenseFactor, Factor, GramFactor, gram
-from curvlab.linalg.factors import InputFactors
-from curvlab.model.recording import ChainRecording, Recording
-from curvlab.staleness import Stamp, logical_shift, mix
+from curvlab.linalg.factors import DiagonalFactor, InputFactors
+from curvlab.model.layers import Layer
+from curvlab.model.recording import ChainRecording, GraphRecording, Recording
+from curvlab.providers.draws import draw_signs, uniforms
+from curvlab.providers.sides import (
+    MAX_FACTOR,
+    DiagonalSums,
+    OutputSums,
+    Sides,
+    check_not_overwritten,
+    diagonal_beyond,
+    input_sides,
+)
+from curvlab.staleness import Stamp
 
 __all__ = [
     "ROW_BYTES",
+    "CurvatureProducts",
     "ExpectedGradientProducts",
+    "FactorMean",
     "GaussNewtonBlocks",
     "GradientProducts",
     "InputMean",
@@ -42,7 +54,6 @@ __all__ = [
     "Means",
     "OutputHessian",
     "OutputSpectrum",
-    "RowMean",
     "SampledGradientProducts",
     "SecondOrderTerms",
     "SlopeProducts",
@@ -50,7 +61,6 @@ __all__ = [
     "TensorMean",
     "Values",
     "mean_of",
-    "uniforms",
 ]
 
 Values = tuple[Tensor | Factor | InputFactors, ...]
@@ -59,15 +69,15 @@ Values = tuple[Tensor | Factor | InputFactors, ...]
 class Statistic(ABC):
     """A mean over the rows of a batch: one value a layer, or one for the output.
 
-    A value is a tensor, which is averaged over batches, a `GramFactor`, whose rows are joined, or a
-    layer's `InputFactors`, which are both. `keyed_by_row` is whether it reads the rows' numbers, which
-    then must be those of the whole data, also on a rank that has a part of it. `row_factor` is set where
-    its Gram factors are, layer by layer, those of the weights' gradients (`RowGradient`): several ranks then
-    send their rows once for both.
+    A value is a tensor, which is averaged over batches, a factor (of a `GramFactor` the rows are joined), or
+    a layer's `InputFactors`, which are both. `row_factor` is set where its Gram factors are, layer by layer,
+    those of the weights' gradients (`RowGradient`): several ranks then send their rows once for both.
     """
 
-    keyed_by_row: ClassVar[bool] = False
-    row_factor: ClassVar[RowFactor | None] = None
+    @property
+    def row_factor(self) -> RowFactor | None:
+        """Which factor of the weights' gradients its rows are; None: neither."""
+        return None
 
     @abstractmethod
     def of(self, recording: Recording) -> Values:
@@ -81,12 +91,54 @@ def _chain(recording: Recording) -> ChainRecording:
 
 @dataclass(frozen=True)
 class Inputs(Statistic):
-    """E[hhᵀ] and E[h] for each layer with blocks."""
+    """E[hhᵀ] and E[h] for each part of each weight.
 
-    row_factor: ClassVar[RowFactor | None] = "inputs"
+    `sides` is None where every layer is a Linear one that sees one row per example: a single batch's factors
+    are then its rows, which its gradient shares.
+    """
+
+    sides: Sides | None = None
+
+    @property
+    def row_factor(self) -> RowFactor | None:
+        return "inputs" if self.sides is None else None
 
     def of(self, recording: Recording) -> Values:
-        return tuple(InputFactors(record.inputs) for record in recording.layers)
+        if self.sides is None or isinstance(recording, ChainRecording):
+            limit = MAX_FACTOR if self.sides is None else self.sides.max_factor
+            return tuple(_input_factors(record.inputs, limit) for record in recording.layers)
+        assert isinstance(recording, GraphRecording)
+        return tuple(
+            factors
+            for place, layer in enumerate(recording.layout)
+            for factors in input_sides(recording, layer, self.sides, place)
+        )
+
+
+def _input_factors(inputs: GramFactor, limit: int) -> InputFactors:
+    factor = diagonal_beyond(inputs, limit)
+    return InputFactors(factor) if factor is inputs else InputFactors(factor, inputs.mean)
+
+
+def sides_for(sides: Sides, problem: SeenLayers) -> Sides | None:
+    """None where every layer is a Linear one with one row per example, for which all sharing is the same."""
+    plain = not sides.diagonal and all(layer.kind == "linear" for layer in problem.layers)
+    usual = sides.max_factor == MAX_FACTOR
+    wide = any(max(layer.weight.shape) > sides.max_factor for layer in problem.layers)
+    return None if plain and (usual or not wide) else sides
+
+
+class SeenLayers(Protocol):
+    """A problem, as far as its layers go."""
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """The layers that have blocks."""
+
+
+def input_statistic(sides: Sides | None) -> Inputs:
+    """The statistic of the input sides that goes with output sides."""
+    return Inputs(sides)
 
 
 @dataclass(frozen=True)
@@ -121,46 +173,204 @@ class SecondOrderTerms(Statistic):
         )
 
 
-@dataclass(frozen=True)
-class GradientProducts(Statistic):
-    """E[g gᵀ] for each layer with blocks, as Gram factors, with the given labels."""
+@dataclass(frozen=True, eq=False)
+class Cotangents:
+    """What is sent back from the logits to give the rows of an output side.
 
-    row_factor: ClassVar[RowFactor | None] = "gradients"
+    `stack` holds, in (r, examples · terms, K), r cotangents of all terms; inside an example term j carries
+    `within`_ij. A `negative` one is subtracted. Where terms do not share a pass, each has one of its own.
+    """
+
+    stack: Tensor
+    within: Tensor
+    weight: float
+    share_passes: bool
+    negative: bool = False
+
+
+@dataclass(frozen=True)
+class OutputProducts(Statistic):
+    """E[Σ v vᵀ] of rows v = Jᵀ u for each layer's output side, from cotangents u that a subclass names."""
+
+    sides: Sides | None = None
+
+    @abstractmethod
+    def cotangents(self, recording: Recording) -> list[Cotangents]:
+        """What is sent back."""
 
     def of(self, recording: Recording) -> Values:
-        return tuple(record.gradients for record in recording.layers)
+        found = self.cotangents(recording)
+        positive = self._sums(recording, [one for one in found if not one.negative])
+        negative = [one for one in found if one.negative]
+        if not negative:
+            return positive
+        pairs = zip(positive, self._sums(recording, negative), strict=True)
+        return tuple(_difference(plus, minus) for plus, minus in pairs)
+
+    def _sums(self, recording: Recording, cotangents: list[Cotangents]) -> tuple[Factor, ...]:
+        if isinstance(recording, ChainRecording):
+            products = _chain_products(recording, cotangents)
+            if self.sides is not None and self.sides.diagonal:
+                return _chain_diagonals(recording, products)
+            limit = MAX_FACTOR if self.sides is None else self.sides.max_factor
+            return tuple(diagonal_beyond(product, limit) for product in products)
+        assert isinstance(recording, GraphRecording)
+        terms = recording.terms
+        each = [1 if one.share_passes else terms.per_example for one in cotangents]
+        passes = sum(len(one.stack) * count for one, count in zip(cotangents, each, strict=True))
+        sides = self.sides or Sides()
+        sums: OutputSums | DiagonalSums
+        sums = DiagonalSums(recording) if sides.diagonal else OutputSums(recording, sides, passes)
+        for one in cotangents:
+            for within in _passes_of(one, terms.per_example):
+                for cotangent in one.stack:
+                    sums.add_pass(terms.as_logits(cotangent, within), one.weight)
+        return sums.factors()
+
+
+MOST_PASSES = 1000
+
+
+def _passes_of(cotangents: Cotangents, terms: int) -> Iterator[Tensor]:
+    """The weights inside the examples, for one pass after the other."""
+    if cotangents.share_passes:
+        yield cotangents.within
+        return
+    for term in range(terms):
+        alone = torch.zeros_like(cotangents.within)
+        alone[:, term] = cotangents.within[:, term]
+        yield alone
+
+
+def _chain_products(recording: ChainRecording, cotangents: list[Cotangents]) -> tuple[GramFactor, ...]:
+    """E[Σ_r (Jᵀv_r)(Jᵀv_r)ᵀ] as Gram factors of r·m rows, for all cotangents at once."""
+    stack = torch.cat([one.stack for one in cotangents])
+    root = (recording.sqrt_row_weights * cotangents[0].weight ** 0.5).repeat(len(stack))
+    return tuple(GramFactor(rows.flatten(0, 1), root) for rows in recording.pullback(stack))
+
+
+def _chain_diagonals(recording: ChainRecording, outputs: tuple[GramFactor, ...]) -> tuple[Factor, ...]:
+    """E[(g ⊗ h)²] for weights and E[g²] for biases, from the rows of the output sides."""
+    found: list[Factor] = []
+    for record, output in zip(recording.layers, outputs, strict=True):
+        squares = output.rows.square() * output.root.square()[:, None]
+        inputs = record.inputs.rows.square()
+        if record.layer.weight_name is not None:
+            per_example = squares.reshape(-1, *inputs.shape[:1], squares.shape[1]).sum(0)
+            found.append(DiagonalFactor((per_example.T @ inputs).flatten()))
+        if record.layer.bias_name is not None:
+            found.append(DiagonalFactor(squares.sum(0)))
+    return tuple(found)
+
+
+def _difference(plus: Factor, minus: Factor) -> Factor:
+    if isinstance(plus, DiagonalFactor) or isinstance(minus, DiagonalFactor):
+        return DiagonalFactor(plus.diagonal() - minus.diagonal())
+    return DenseFactor(plus.to_dense() - minus.to_dense())
 
 
 @dataclass(frozen=True)
-class SampledGradientProducts(Statistic):
+class GradientProducts(OutputProducts):
+    """E[g gᵀ] with the given labels: the second moment of the examples' own gradients."""
+
+    @property
+    def row_factor(self) -> RowFactor | None:
+        return "gradients" if self.sides is None else None
+
+    def of(self, recording: Recording) -> Values:
+        if self.sides is None:
+            return tuple(diagonal_beyond(record.gradients, MAX_FACTOR) for record in recording.layers)
+        return super().of(recording)
+
+    def cotangents(self, recording: Recording) -> list[Cotangents]:
+        gradients = recording.criterion.gradients(recording.logits, recording.targets)
+        return [Cotangents(gradients[None], recording.terms.within, 1.0, True)]
+
+
+@dataclass(frozen=True)
+class SampledGradientProducts(OutputProducts):
     """E[g gᵀ] with labels drawn from the model's own prediction."""
 
-    keyed_by_row: ClassVar[bool] = True
-    samples: int
-    seed: int
+    samples: int = 1
+    seed: int = 0
 
-    def of(self, recording: Recording) -> Values:
-        criterion, logits = recording.criterion, recording.logits
-        draws = [
-            criterion.sample(logits, uniforms(self.seed, draw, recording.first_row, logits))
-            for draw in range(self.samples)
-        ]
-        gradients = torch.stack([criterion.gradients(logits, labels) for labels in draws])
-        return _products(recording, gradients, self.samples)
+    def cotangents(self, recording: Recording) -> list[Cotangents]:
+        criterion, logits, terms = recording.criterion, recording.logits, recording.terms
+        count = terms.per_example * terms.outputs
+        stack = []
+        for draw in range(self.samples):
+            numbers = uniforms(self.seed, draw, recording.example_keys, count, logits.dtype)
+            labels = criterion.sample(logits, numbers.reshape(logits.shape))
+            gradients = criterion.gradients(logits, labels)
+            stack.append(gradients * _term_signs(recording, self.seed, draw))
+        return [Cotangents(torch.stack(stack), terms.within.sqrt(), 1 / self.samples, True)]
+
+
+def _term_signs(recording: Recording, seed: int, draw: int) -> Tensor:
+    """A sign for each term: terms that share a backward pass must not add up to a mean of their own."""
+    terms = recording.terms
+    if terms.per_example == 1:
+        return recording.logits.new_ones(1, 1)
+    signs = draw_signs(seed, draw, recording.example_keys, terms.per_example, recording.logits.dtype)
+    return signs.reshape(-1, 1)
 
 
 @dataclass(frozen=True)
-class ExpectedGradientProducts(Statistic):
+class ExpectedGradientProducts(OutputProducts):
     """E[g gᵀ] in expectation over the model's own labels."""
 
-    def of(self, recording: Recording) -> Values:
-        return _products(recording, recording.criterion.label_factor(recording.logits), 1)
+    def cotangents(self, recording: Recording) -> list[Cotangents]:
+        _check_passes(recording)
+        factor = recording.criterion.label_factor(recording.logits)
+        return [Cotangents(factor, recording.terms.within.sqrt(), 1.0, False)]
 
 
-def _products(recording: Recording, cotangents: Tensor, draws: int) -> Values:
-    """E[Σ_r (Jᵀv_r)(Jᵀv_r)ᵀ] / draws for cotangents v (r, m, K), as Gram factors of r·m rows."""
-    root = (recording.sqrt_row_weights / draws**0.5).repeat(len(cotangents))
-    return tuple(GramFactor(rows.flatten(0, 1), root) for rows in recording.pullback(cotangents))
+@dataclass(frozen=True)
+class CurvatureProducts(OutputProducts):
+    """E[Jᵀ ∇²ξ J] of rows: every column of ∇²ξ = L⁺L⁺ᵀ - L⁻L⁻ᵀ, or `samples` random combinations."""
+
+    samples: int | None = None
+    seed: int = 0
+
+    def cotangents(self, recording: Recording) -> list[Cotangents]:
+        criterion, logits, targets = recording.criterion, recording.logits, recording.targets
+        within = recording.terms.within.sqrt()
+        if self.samples is None:
+            _check_passes(recording)
+            both: Sequence[Tensor | None] = criterion.hessian_factors(logits, targets)
+            weight, share_passes = 1.0, False
+        else:
+            drawn = [self._draw(recording, draw) for draw in range(self.samples)]
+            both = tuple(_stacked(one) for one in zip(*drawn, strict=True))
+            weight, share_passes = 1 / self.samples, True
+        return [
+            Cotangents(stack, within, weight, share_passes, negative)
+            for negative, stack in zip((False, True), both, strict=True)
+            if stack is not None
+        ]
+
+    def _draw(self, recording: Recording, draw: int) -> tuple[Tensor, Tensor | None]:
+        """L⁺ε and L⁻ε with independent signs ε for every example, term and column."""
+        logits, terms = recording.logits, recording.terms
+        keys, count = recording.example_keys, terms.per_example * terms.outputs
+        signs = [draw_signs(self.seed, 2 * draw + s, keys, count, logits.dtype) for s in (0, 1)]
+        plus, minus = (sign.reshape(logits.shape) for sign in signs)
+        return recording.criterion.draw_hessian(logits, recording.targets, plus, minus)
+
+
+def _stacked(drawn: tuple[Tensor | None, ...]) -> Tensor | None:
+    found = [one for one in drawn if one is not None]
+    return torch.stack(found) if found else None
+
+
+def _check_passes(recording: Recording) -> None:
+    """Refuse more backward passes, one per output and loss term, than anyone would wait for."""
+    passes = recording.terms.outputs * recording.terms.per_example
+    if isinstance(recording, GraphRecording) and passes > MOST_PASSES:
+        raise ProblemError(
+            f"this takes {passes:,} backward passes, one per output and loss term; the limit is "
+            f"{MOST_PASSES:,}. Draw instead: `gauss-newton[samples=1]` or `fisher[kind=mc]`"
+        )
 
 
 @dataclass(frozen=True)
@@ -168,10 +378,11 @@ class GaussNewtonBlocks(Statistic):
     """E[Jᵀ ∇²ξ J] for each layer with blocks, J the Jacobian of the logits."""
 
     def of(self, recording: Recording) -> Values:
-        return tuple(_gauss_newton(recording, jacobian) for jacobian in recording.jacobians)
+        chain = _chain(recording)
+        return tuple(_gauss_newton(chain, jacobian) for jacobian in chain.jacobians)
 
 
-def _gauss_newton(recording: Recording, jacobian: Tensor) -> Tensor:
+def _gauss_newton(recording: ChainRecording, jacobian: Tensor) -> Tensor:
     curved = recording.apply_output_hessian(jacobian).mul_(recording.row_weights[:, None])
     block = jacobian.flatten(0, 1).T @ curved.flatten(0, 1)
     return (block + block.T) / 2
@@ -184,9 +395,10 @@ class OutputSpectrum(Statistic):
     def of(self, recording: Recording) -> Values:
         hessians = recording.criterion.hessians(recording.logits, recording.targets)
         eigenvalues = torch.linalg.eigvalsh(hessians)
+        weights = (recording.row_weights[:, None] * recording.terms.within).flatten()
         return (
-            recording.row_weights @ eigenvalues.clamp(max=0).abs().sum(1),
-            recording.row_weights @ eigenvalues.abs().sum(1),
+            weights @ eigenvalues.clamp(max=0).abs().sum(1),
+            weights @ eigenvalues.abs().sum(1),
         )
 
 
@@ -229,51 +441,85 @@ class TensorMean:
 
 
 @dataclass
-class RowMean:
-    """The mean of the Gram factor Hᵀ diag(c) H."""
+class FactorMean:
+    """The mean of a factor; a Gram factor keeps its rows while they are few.
 
-    single: GramFactor | None = None
+    Once there are as many rows as columns the dense form is summed; where both exceed `limit`, the diagonal.
+    """
+
+    limit: int = MAX_FACTOR
+    single: Factor | None = None
+    stamp: Stamp | None = None
     rows: list[tuple[Tensor, Tensor, Stamp]] = field(default_factory=list)
-    dense: Tensor | None = None
+    total: Tensor | None = None
     weight: Tensor | None = None
 
-    def add(self, value: GramFactor, weight: Tensor) -> None:
-        """Count the rows of `value` with `weight`."""
-        self.single = value if self.weight is None else None
+    def add(self, value: Factor, weight: Tensor, stamp: Stamp | None = None) -> None:
+        """Count `value` with `weight`; `stamp` is that of its rows when they were first seen."""
+        stamp = stamp or _row_stamp(value)
+        first = self.weight is None
+        if not first and self.single is not None:
+            assert self.weight is not None
+            self._count(self.single, self.weight, self.stamp)
         self.weight = weight if self.weight is None else self.weight + weight
-        self.rows.append((value.rows, value.root * weight.sqrt(), Stamp.of(value.rows)))
-        if self.single is None and (self.dense is not None or self._held() >= value.size):
-            self._sum_rows(value.size)
-        _check_bytes(self._held(), value.rows)
+        self.single, self.stamp = (value, stamp) if first else (None, None)
+        if not first:
+            self._count(value, weight, stamp)
 
     def value(self) -> Factor:
         """The mean so far; that of a single batch is the batch's own factor."""
         assert self.weight is not None
         if self.single is not None:
             return self.single
-        if self.dense is not None:
-            return DenseFactor(self.dense / self.weight)
+        if self.total is not None:
+            mean = self.total / self.weight
+            return DiagonalFactor(mean) if mean.ndim == 1 else DenseFactor(mean)
         rows, roots = zip(*self._unchanged(), strict=True)
         return GramFactor(torch.cat(rows), torch.cat(roots) / self.weight.sqrt())
+
+    def _count(self, value: Factor, weight: Tensor, stamp: Stamp | None) -> None:
+        size = value.size
+        if isinstance(value, GramFactor) and self.total is None:
+            assert stamp is not None
+            self.rows.append((value.rows, value.root * weight.sqrt(), stamp))
+            held = self._held()
+            if held >= min(size, max(self.limit, 1)) and (held >= size or held > self.limit):
+                self._sum_rows(size)
+            _check_bytes(self._held(), value.rows)
+            return
+        self._sum_rows(size, diagonal=isinstance(value, DiagonalFactor))
+        assert self.total is not None
+        counted = value.diagonal() if self.total.ndim == 1 else value.to_dense()
+        self.total.add_(counted * weight)
 
     def _held(self) -> int:
         return sum(len(rows) for rows, _, _ in self.rows)
 
-    def _sum_rows(self, size: int) -> None:
-        if self.dense is None:
-            self.dense = self.rows[0][0].new_zeros(size, size)
+    def _sum_rows(self, size: int, *, diagonal: bool = False) -> None:
+        """Turn what is held into a sum, dense or (from here on) diagonal."""
+        example = self.rows[0][0] if self.rows else self.weight
+        assert example is not None
+        diagonal = diagonal or (size > self.limit and self._held() > self.limit)
+        if self.total is None:
+            self.total = example.new_zeros(size) if diagonal else example.new_zeros(size, size)
+        elif diagonal and self.total.ndim == 2:
+            self.total = self.total.diagonal().clone()
         for rows, root in self._unchanged():
             scaled = rows * root[:, None]
-            self.dense.addmm_(scaled.T, scaled)
+            if self.total.ndim == 1:
+                self.total.add_(scaled.square().sum(0))
+            else:
+                self.total.addmm_(scaled.T, scaled)
         self.rows = []
 
     def _unchanged(self) -> list[tuple[Tensor, Tensor]]:
-        if any(Stamp.of(rows) != stamp for rows, _, stamp in self.rows):
-            raise StaleError(
-                "a batch was overwritten while the pass went on, and its rows are still needed: let the "
-                "re-iterable give a new tensor for every batch"
-            )
+        check_not_overwritten((rows for rows, _, _ in self.rows), (stamp for _, _, stamp in self.rows))
         return [(rows, root) for rows, root, _ in self.rows]
+
+
+def _row_stamp(value: object) -> Stamp | None:
+    """The version of a Gram factor's rows, which may be a batch's own tensor."""
+    return Stamp.of(value.rows) if isinstance(value, GramFactor) else None
 
 
 def _check_bytes(held: int, rows: Tensor) -> None:
@@ -290,79 +536,58 @@ def _check_bytes(held: int, rows: Tensor) -> None:
 class InputMean:
     """The means E[hhᵀ] and E[h] of a layer's inputs."""
 
-    full: RowMean = field(default_factory=RowMean)
+    full: FactorMean
     mean: TensorMean = field(default_factory=TensorMean)
+    single: InputFactors | None = None
 
     def add(self, value: InputFactors, weight: Tensor) -> None:
-        """Count a batch's inputs with `weight`."""
-        assert isinstance(value.full, GramFactor)
-        if self.full.weight is not None:
-            self._add_mean(value.mean, weight)
-        self.full.add(value.full, weight)
+        """Count a batch's inputs with `weight`; those of a single batch are not even looked at."""
+        if self.full.weight is None and self.single is None:
+            self.single, self._weight, self._stamp = value, weight, _row_stamp(value.source)
+            return
+        if self.single is not None:
+            before, self.single = self.single, None
+            self._count(before, self._weight, self._stamp)
+        self._count(value, weight)
 
-    def _add_mean(self, mean: Tensor, weight: Tensor) -> None:
-        """E[h] is needed from the second batch on; until then the Gram factor brings its own."""
-        if self.full.single is not None:
-            assert self.full.weight is not None
-            self.mean.add(self.full.single.mean, self.full.weight)
-        self.mean.add(mean, weight)
+    def _count(self, value: InputFactors, weight: Tensor, stamp: Stamp | None = None) -> None:
+        self.mean.add(value.mean, weight)
+        self.full.add(value.full, weight, stamp)
 
     def value(self) -> InputFactors:
         """The input factors so far."""
-        full = self.full.value()
-        return InputFactors(full, None if isinstance(full, GramFactor) else self.mean.value())
+        if self.single is not None:
+            return self.single
+        return InputFactors(self.full.value(), self.mean.value())
 
 
-Mean = TensorMean | RowMean | InputMean
+Mean = TensorMean | FactorMean | InputMean
 
 
-def mean_of(value: Tensor | Factor | InputFactors) -> Mean:
+def mean_of(value: Tensor | Factor | InputFactors, limit: int = MAX_FACTOR) -> Mean:
     """An empty mean of the kind that `value` needs."""
     if isinstance(value, InputFactors):
-        return InputMean()
-    return RowMean() if isinstance(value, GramFactor) else TensorMean()
+        return InputMean(FactorMean(limit))
+    return FactorMean(limit) if isinstance(value, Factor) else TensorMean()
 
 
 class Means:
-    """The means of several statistics, from one recording after the other.
+    """The means of several statistics, from one recording after the other."""
 
-    `first_row` is the number of the first row among the rows of all workers.
-    """
-
-    def __init__(self, statistics: Sequence[Statistic], first_row: int = 0) -> None:
-        self.statistics, self.first_row = tuple(statistics), first_row
+    def __init__(self, statistics: Sequence[Statistic]) -> None:
+        self.statistics = tuple(statistics)
         self._held: dict[Statistic, list[Mean]] = {}
 
     def add(self, recording: Recording) -> None:
         """Count a batch with its weight."""
         for statistic in self.statistics:
-            numbered = recording
-            if statistic.keyed_by_row and self.first_row:
-                numbered = recording.numbered_from(self.first_row + recording.first_row)
-            values = statistic.of(numbered)
-            held = self._held.setdefault(statistic, [mean_of(value) for value in values])
+            values = statistic.of(recording)
+            limit = getattr(statistic, "sides", None)
+            most = MAX_FACTOR if limit is None else limit.max_factor
+            held = self._held.setdefault(statistic, [mean_of(value, most) for value in values])
             for mean, value in zip(held, values, strict=True):
                 mean.add(value, recording.total_weight)  # type: ignore[arg-type]
 
     def values(self) -> dict[Statistic, Values]:
         """The means so far."""
         return {statistic: tuple(mean.value() for mean in held) for statistic, held in self._held.items()}
-
-
-BITS = 23  # k + ½ for k < 2²³ is exact in float32: every dtype and device draws the same numbers
-
-
-def uniforms(seed: int, draw: int, first_row: int, like: Tensor) -> Tensor:
-    """Numbers in (0, 1), one for each entry of `like` (rows × outputs); its first row is row `first_row`.
-
-    >>> a = uniforms(0, 0, 0, torch.empty(4, 3))
-    >>> b = uniforms(0, 0, 2, torch.empty(2, 3))
-    >>> bool((a[2:] == b).all())
-    True
-    """
-    rows, outputs = like.shape
-    row = torch.arange(first_row, first_row + rows, dtype=torch.int64, device=like.device)[:, None]
-    output = torch.arange(outputs, dtype=torch.int64, device=like.device)
-    key = mix(torch.full((1, 1), seed, dtype=torch.int64, device=like.device))
-    key = mix(mix(mix(key ^ draw) ^ row) ^ output)
-    return (logical_shift(key, 64 - BITS).to(like.dtype) + 0.5).mul_(2.0**-BITS)

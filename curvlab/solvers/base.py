@@ -3,7 +3,9 @@
     prepare(layer, damping, gradient)   all that needs only the matrix: factorisations, bases
     apply(state, gradient)              the direction; for all layers at once where that is cheaper
 
-`prepare` sees the gradient's form (not its values) to choose the coordinates it prepares for.
+`prepare` sees the gradient's form (not its values) to choose the coordinates it prepares for. The layer it is
+given is a *unit*: a Kronecker layer with at most one weight matrix and one bias vector, whatever the layer of
+the curvature is (see `curvature_layers`).
 """
 
 from __future__ import annotations
@@ -16,17 +18,26 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from curvlab.curvature import Curvature, LayerCurvature
-from curvlab.exceptions import PairError
+from curvlab.curvature import Curvature
+from curvlab.curvature_layers import KroneckerLayer, LayerCurvature
+from curvlab.exceptions import PairError, SpecError
 from curvlab.linalg import Matrix
 from curvlab.linalg.factors import InputKind
 from curvlab.registry import INTERFACE
 from curvlab.solvers.cost_model import Route
 from curvlab.solvers.damping import Damping, DampingSplit
-from curvlab.solvers.solution import LayerGradient, System
+from curvlab.solvers.systems import LayerGradient, System
 from curvlab.specs import check_choices
 
-__all__ = ["Formulation", "Guidance", "LayerDirection", "LayerGradient", "Preconditioner", "Solver"]
+__all__ = [
+    "Formulation",
+    "Guidance",
+    "LayerDirection",
+    "LayerGradient",
+    "Preconditioner",
+    "Solver",
+    "check_mean_above",
+]
 
 Formulation = Literal["reduced", "explicit"]
 """`reduced` is the sample-space form, `explicit` the textbook form: the paper's equations to the letter."""
@@ -81,6 +92,8 @@ class Solver(ABC):
     needs_kronecker: ClassVar[bool] = True
     layers_apart: ClassVar[bool] = True
     """Whether a rank can solve one layer without the others taking part."""
+    structures: ClassVar[tuple[str, ...]] = ("kronecker",)
+    """The structures of curvatures that it solves."""
 
     route: Route = field(default="auto", kw_only=True)
 
@@ -96,12 +109,21 @@ class Solver(ABC):
         if guidance.given:
             raise self._takes_no_guidance(name)
         for layer in curvature.layers:
-            if layer.output is None or (layer.inputs is None and layer.weight_name is not None):
+            incomplete = isinstance(layer, KroneckerLayer) and not layer.complete
+            if layer.matrix_free or incomplete:
                 raise PairError(
                     f"layer `{layer.name}` of `{curvature.provider}` has no Kronecker factors to solve by: "
                     f"use `cg`, which needs products only"
                 )
         return self
+
+    def for_layer(self, layer: LayerCurvature, curvature: Curvature) -> Solver:
+        """The solver of one layer: itself, where it does not treat some layers in another way."""
+        return self
+
+    def units(self, layer: LayerCurvature) -> Sequence[LayerCurvature]:
+        """What of a layer the solver prepares and applies, one after the other."""
+        return layer.units(self.input_factor)
 
     @staticmethod
     def _takes_no_guidance(name: str) -> PairError:
@@ -135,9 +157,26 @@ class Solver(ABC):
                 f"`{name}` works on Kronecker factors; `{curvature.provider}` is matrix-free. "
                 f"Use `cg`, or one of `fisher`, `gauss-newton`, `pch-1`, `pch-2`"
             )
+        if curvature.structure not in self.structures:
+            raise PairError(
+                f"`{name}` is for curvatures of structure {' or '.join(f'`{s}`' for s in self.structures)}; "
+                f"that of `{curvature.provider}` is `{curvature.structure}`. Use `exact` or `cg`"
+            )
         if self.needs_psd and not curvature.psd:
             raise PairError(
                 f"`{name}` needs a positive semi-definite curvature; `{curvature.provider}` with criterion "
                 f"`{curvature.criterion}` is indefinite here ({curvature.definiteness.why}). "
                 f"Use `pch-1`, `pch-2` or `fisher`, or solver `cg`, which stops at negative curvature"
             )
+
+
+def check_mean_above(mean_above: int | None, kind: InputKind) -> None:
+    """Refuse a limit that is no number of inputs, or that a solver with the mean input factor is given."""
+    if mean_above is None:
+        return
+    if kind == "mean":
+        raise SpecError(
+            "mean_above is a field of `kfi` and `cg`: this solver takes the mean factor everywhere"
+        )
+    if mean_above < 0:
+        raise SpecError(f"mean_above={mean_above}: expected a number of inputs, 0 or more")

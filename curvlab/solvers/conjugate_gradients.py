@@ -3,7 +3,7 @@
 Whatever the curvature is, the damped system is an operator that `linalg.cg` is given:
 
     StackedSystems   Kronecker layers, in the coordinates of their input sides (see `input_coordinates`)
-    DampedBlocks     blocks by their products: matrix-free curvatures, a start vector, a preconditioner
+    DampedBlocks     blocks by their products: matrix-free and tied layers, a start vector, a preconditioner
     textbook         n_t × n_{t-1} matrices with the factors formed, for `formulation=explicit`
 
 In coordinates the iteration is, iterate for iterate, the textbook's: with the mean input factor on n_t + 1
@@ -30,14 +30,16 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import accumulate
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from curvlab.curvature import Curvature, LayerCurvature
-from curvlab.exceptions import PairError, SolveError
-from curvlab.linalg import Block, DenseFactor, Factor, GramFactor, Matrix
+from curvlab.curvature import Curvature
+from curvlab.curvature_layers import LayerCurvature, OperatorLayer, TiedLayer
+from curvlab.exceptions import PairError, SolveError, SpecError
+from curvlab.linalg import Block, DenseFactor, DiagonalFactor, Factor, GramFactor, Matrix
 from curvlab.linalg.cg import CGResult, SymmetricOperator, conjugate_gradients
 from curvlab.linalg.factors import InputKind, nonzero_or_one
 from curvlab.linalg.flat import flatten, unflatten
@@ -49,11 +51,12 @@ from curvlab.solvers.base import (
     LayerGradient,
     Preconditioner,
     Solver,
+    check_mean_above,
 )
 from curvlab.solvers.cost_model import Iteration, choose_coordinates
 from curvlab.solvers.damping import Damping
 from curvlab.solvers.input_coordinates import GradientCoordinates, InputCoordinates, Scalar, form_gradient
-from curvlab.solvers.solution import (
+from curvlab.solvers.systems import (
     BlockSystem,
     DampedSystem,
     SolvedBlock,
@@ -63,6 +66,9 @@ from curvlab.solvers.solution import (
 from curvlab.solvers.textbook import bias_operator, weight_operator
 
 __all__ = ["CG", "EACG", "BlockCG", "DampedBlocks", "StackedSystems", "jacobi"]
+
+
+STACKED_UP_TO = 4096  # outputs of a layer that shares an iteration with others
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,52 +83,67 @@ class _State:
 
 @dataclass(frozen=True)
 class CG(Solver):
-    """Conjugate gradients with the full input factor E[hhᵀ], or on a matrix-free curvature.
+    """Conjugate gradients with the full input factor E[hhᵀ], or by products on layers without factors.
+
+    Layers with more than `mean_above` inputs go by `ea-cg`.
 
     >>> CG(max_iter=50)
-    CG(route='auto', max_iter=50, tol=1e-10, formulation='reduced', preconditioner='none')
+    CG(route='auto', max_iter=50, tol=1e-10, formulation='reduced', preconditioner='none', mean_above=None)
     """
 
     input_factor: ClassVar[InputKind] = "full"
     needs_psd: ClassVar[bool] = False
     needs_kronecker: ClassVar[bool] = False
+    structures: ClassVar[tuple[str, ...]] = ("kronecker", "diagonal", "block", "full")
     max_iter: int = 20
     tol: float = 1e-10
     formulation: Formulation = field(default="reduced", kw_only=True)
     preconditioner: Literal["none", "jacobi"] = field(default="none", kw_only=True)
+    mean_above: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_mean_above(self.mean_above, self.input_factor)
         if self.max_iter < 0:
-            raise ValueError(f"max_iter={self.max_iter} must not be negative")
+            raise SpecError(f"max_iter={self.max_iter} must not be negative")
         if not self.tol >= 0:
-            raise ValueError(f"tol={self.tol} must not be negative (it is relative to the right-hand side)")
+            raise SpecError(f"tol={self.tol} must not be negative (it is relative to the right-hand side)")
 
     def tolerance(self, dtype: torch.dtype) -> float:
         """Its own, doubled: the true residual is not the recursive one."""
         return 2 * self.tol
 
     def adapt(self, curvature: Curvature, name: str, guidance: Guidance) -> Solver:
-        """Itself on Kronecker factors; by products where there are none, or where the iteration is guided."""
+        """Itself; by products alone where blocks are coupled, or where the iteration is guided."""
         guided = guidance.given or self.preconditioner != "none"
         if self.input_factor != "full":
             if guided:
                 raise self._takes_no_guidance(name)
             return super().adapt(curvature, name, guidance)
-        coupled = curvature.full_product is not None
-        factored = not curvature.matrix_free and all(layer.output is not None for layer in curvature.layers)
-        if factored and not coupled and not guided:
-            return self
-        if self.route != "auto" or self.formulation != "reduced":
+        whole = guided or curvature.full_product is not None
+        fields = self.route != "auto" or self.formulation != "reduced" or self.mean_above is not None
+        if fields and (whole or curvature.matrix_free):
             raise PairError(
-                f"`{name}`: `route` and `formulation` choose how Kronecker factors are used, and on "
-                f"`{curvature.provider}` (or with a start or a preconditioner) `cg` uses products only. "
-                f"Leave them out"
+                f"`{name}`: `mean_above`, `route` and `formulation` choose how Kronecker factors are used, "
+                f"and on `{curvature.provider}` (or with a start or a preconditioner) `cg` uses products "
+                f"only. Leave them out"
             )
+        if not whole:
+            return self
         start = None if guidance.start is None else _check_start(curvature.blocks, guidance.start)
         return BlockCG(
             cg=self, curvature=curvature, start=start, given_preconditioner=guidance.preconditioner
         )
+
+    def for_layer(self, layer: LayerCurvature, curvature: Curvature) -> Solver:
+        """Itself on Kronecker factors, of more than `mean_above` inputs `ea-cg`; by products elsewhere."""
+        if self.input_factor != "full":
+            return self
+        if isinstance(layer, TiedLayer | OperatorLayer):
+            return BlockCG(cg=self, curvature=curvature, start=None, given_preconditioner=None)
+        if self.mean_above is None or layer.input_size <= self.mean_above:
+            return self
+        return EACG(self.max_iter, self.tol, route=self.route, formulation=self.formulation)
 
     def run(
         self,
@@ -155,7 +176,18 @@ class CG(Solver):
         assert isinstance(state, _State)
         if self.formulation == "explicit":
             return self._apply_textbook(state, gradient)
-        return self._apply_stacked([state], [gradient])[0]
+        return self._divide(state, gradient) or self._apply_stacked([state], [gradient])[0]
+
+    def _divide(self, state: _State, gradient: LayerGradient) -> LayerDirection | None:
+        """The solution of a diagonal system, with no iteration; None where it is none, or indefinite."""
+        output, damping = state.output, state.damping
+        if not isinstance(output, DiagonalFactor) or state.coordinates is not None or gradient.bias is None:
+            return None
+        divisor = damping.scale * output.values + damping.shift
+        if device.readable(divisor) and not bool(divisor.amin() > 0):
+            return None
+        system = DampedSystem(self.input_factor, damping.scale, damping.shift)
+        return LayerDirection(None, -gradient.bias / divisor, system, "bias", output.rank_bound)
 
     def _apply_stacked(
         self, states: Sequence[_State], gradients: Sequence[LayerGradient]
@@ -217,16 +249,33 @@ class EACG(CG):
     input_factor: ClassVar[InputKind] = "mean"
     needs_psd: ClassVar[bool] = True
     needs_kronecker: ClassVar[bool] = True
+    structures: ClassVar[tuple[str, ...]] = ("kronecker",)
 
     def apply_jointly(
         self, states: Sequence[object], gradients: Sequence[LayerGradient]
     ) -> list[LayerDirection] | None:
-        """One iteration for all layers: its small operations are most of the time of narrow ones."""
+        """One iteration for all layers: its small operations are most of the time of narrow ones.
+
+        Of more than `STACKED_UP_TO` outputs each is iterated by itself: every row of a stack is as long as
+        the longest, and there the products are most of the time.
+        """
         own = type(self).apply is CG.apply  # a subclass with an `apply` of its own is asked for every layer
         kinds = {(s.output.example.device, s.output.example.dtype) for s in states if isinstance(s, _State)}
         if self.formulation == "explicit" or not own or len(kinds) != 1:
             return None
-        return self._apply_stacked([state for state in states if isinstance(state, _State)], gradients)
+        own_states = [state for state in states if isinstance(state, _State)]
+        divided = (
+            (i, self._divide(s, g)) for i, (s, g) in enumerate(zip(own_states, gradients, strict=True))
+        )
+        found = {index: direction for index, direction in divided if direction is not None}
+        left = [index for index in range(len(own_states)) if index not in found]
+        narrow = [index for index in left if own_states[index].output.size <= STACKED_UP_TO]
+        stacks = [narrow] if narrow else []
+        stacks += [[index] for index in left if index not in set(narrow)]
+        for stack in stacks:
+            solved = self._apply_stacked([own_states[i] for i in stack], [gradients[i] for i in stack])
+            found |= dict(zip(stack, solved, strict=True))
+        return [found[index] for index in range(len(own_states))]
 
 
 def _cheapest_form(factor: Factor, columns: int) -> Factor:
@@ -320,7 +369,7 @@ class StackedSystems(SymmetricOperator):
     def __init__(self, layers: Sequence[LayerSystems], damping: Damping) -> None:
         self.layers, self.damping = layers, damping
         self.width = max(layer.output.size for layer in layers)
-        self.firsts = [sum(layer.rows for layer in layers[:index]) for index in range(len(layers))]
+        self.firsts = list(accumulate((layer.rows for layer in layers), initial=0))[:-1]
         example = layers[0].output.example
         outside = any(layer.perp_norm is not None for layer in layers)
         shape = (sum(layer.rows for layer in layers), self.width + outside)
@@ -513,6 +562,12 @@ class BlockCG(Solver):
         """That of `cg`."""
         return self.cg.tolerance(dtype)
 
+    def units(self, layer: LayerCurvature) -> Sequence[LayerCurvature]:
+        """One for each parameter, whose block acts on tensors of the parameter's own shape."""
+        return [
+            OperatorLayer(layer.name, {name: block}, weight_name=name) for name, block in layer.blocks.items()
+        ]
+
     def prepare(self, layer: LayerCurvature, damping: Damping, gradient: LayerGradient) -> _BlockState:
         preconditioner = self.given_preconditioner
         if preconditioner is None and self.cg.preconditioner == "jacobi":
@@ -520,14 +575,12 @@ class BlockCG(Solver):
         return _BlockState(layer, damping, preconditioner)
 
     def apply(self, state: object, gradient: LayerGradient) -> LayerDirection:
-        """One system per block, one after the other."""
+        """The system of one block."""
         assert isinstance(state, _BlockState)
-        results, systems = [], {}
-        for name, value in _gradient_by_name(state.layer, gradient).items():
-            product = partial(_block_product, {name: state.layer.blocks[name]})
-            result, systems[name] = self._solve({name: value}, product, state.damping, state.preconditioner)
-            results.append(result)
-        return _block_direction(state.layer, systems, _join_reports(results))
+        named = _gradient_by_name(state.layer, gradient)
+        product = partial(_block_product, state.layer.blocks)
+        result, system = self._solve(named, product, state.damping, state.preconditioner)
+        return _block_direction(state.layer, system, result)
 
     def apply_jointly(
         self, states: Sequence[object], gradients: Sequence[LayerGradient]
@@ -548,10 +601,7 @@ class BlockCG(Solver):
         preconditioner = (lambda name, x: by_name[name](name, x)) if by_name else None
         whole = {name: value for given in named for name, value in given.items()}
         result, system = self._solve(whole, full, prepared[0].damping, preconditioner)
-        return [
-            _block_direction(state.layer, dict.fromkeys(given, system), _join_reports([result] * len(given)))
-            for state, given in zip(prepared, named, strict=True)
-        ]
+        return [_block_direction(state.layer, system, result) for state in prepared]
 
     def _solve(
         self,
@@ -577,30 +627,25 @@ def _block_product(blocks: Mapping[str, Block], vectors: Mapping[str, Tensor]) -
     return {name: block.matmul(vectors[name]) for name, block in blocks.items()}
 
 
-def _gradient_by_name(layer: LayerCurvature, gradient: LayerGradient) -> dict[str, Tensor]:
-    """The gradient by parameter name, formed."""
-    named = {}
-    if layer.weight_name is not None and gradient.weight is not None:
-        named[layer.weight_name] = form_gradient(gradient.weight)
-    if layer.bias_name is not None and gradient.bias is not None:
-        named[layer.bias_name] = gradient.bias
-    return named
+def _gradient_by_name(unit: LayerCurvature, gradient: LayerGradient) -> dict[str, Tensor]:
+    """The gradient of the unit's one parameter, formed."""
+    assert gradient.weight is not None
+    (name,) = unit.blocks
+    return {name: form_gradient(gradient.weight)}
 
 
 def _block_direction(
-    layer: LayerCurvature, systems: Mapping[str, Mapping[str, SolvedBlock]], result: CGResult
+    unit: LayerCurvature, system: Mapping[str, SolvedBlock], result: CGResult
 ) -> LayerDirection:
-    """The steps of one layer, each in the system that it was solved in."""
-    steps = {name: system[name].direction for name, system in systems.items()}
-    weight = None if layer.weight_name is None else steps.get(layer.weight_name)
-    bias = None if layer.bias_name is None else steps.get(layer.bias_name)
-    rank = max(step.numel() for step in steps.values())
+    """The step of one parameter, in the system that it was solved in."""
+    (name,) = unit.blocks
+    step = system[name].direction
     return LayerDirection(
-        weight,
-        bias,
-        BlockSystem(systems),
+        step,
+        None,
+        BlockSystem({name: system}),
         "operator",
-        rank,
+        step.numel(),
         result.outcomes,
         result.iterations,
         result.residuals,

@@ -26,10 +26,11 @@ from typing import Literal
 from curvlab.curvature import LayerCurvature
 from curvlab.exceptions import PairError
 from curvlab.gradient import RowGradient
-from curvlab.linalg import Factor, GramFactor
+from curvlab.linalg import DiagonalFactor, Factor, GramFactor
 from curvlab.linalg.factors import InputKind
 from curvlab.solvers.input_coordinates import (
     DenseCoordinates,
+    DiagonalCoordinates,
     EigenCoordinates,
     InputCoordinates,
     MeanCoordinates,
@@ -37,7 +38,7 @@ from curvlab.solvers.input_coordinates import (
     SampleCoordinates,
     WeightGradient,
 )
-from curvlab.solvers.solution import input_factors
+from curvlab.solvers.systems import input_factors
 
 __all__ = ["Eigen", "Inverse", "Iteration", "Route", "Work", "choose_coordinates", "costs", "mean_costs"]
 
@@ -153,12 +154,16 @@ def choose_coordinates(
     inputs = input_factors(layer)
     own = isinstance(gradient, RowGradient) and gradient.inputs.shares_rows_with(inputs.full)
     iterative = isinstance(work, Iteration)
+    if kind == "mean" and not own and route != "sample":
+        return MeanCoordinates(inputs, "dense", norm=iterative)  # E[hhᵀ] is not even formed
     if route == "auto":
         chosen = _cheapest_route(inputs.full, gradient.shape, kind, work, own)
     else:
         chosen = _check_route(layer.name, inputs.full, kind, route, own)
     if kind == "mean":
         return MeanCoordinates(inputs, chosen, norm=iterative)
+    if isinstance(inputs.full, DiagonalFactor):
+        return DiagonalCoordinates(inputs.full)
     if chosen == "dense" or not isinstance(inputs.full, GramFactor):
         return DenseCoordinates(inputs.full)
     if chosen == "row":

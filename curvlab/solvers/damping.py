@@ -8,17 +8,24 @@ identity's share over its two factors instead, (B + √α/π I)⁻¹ ⊗ (A + π
 
     π_t = sqrt((tr A / n_{t-1}) / (tr B / n_t))
 
-The paper leaves π undefined; this is KFAC's, with A the input factor in use, 1 where a trace is 0, and
-clamped to [1e-6, 1e6] (it grows without bound as tr B → 0). Whether the clamp binds is part of the result,
-as a tensor: the solve itself reads nothing.
+Where the curvature is C + λI with an l2 term (`l2`, which `solve` sets), A, B and π are of the data part C:
+
+    s (C + λI) + τI = s C + (τ + sλ) I      what `shift` gives conjugate gradients and the exact reference
+    τ + λ                                   `factored_shift`, in the place of α in the factored inverse
+
+The paper leaves π undefined; this is KFAC's, with A the input factor in use, and clamped to [1e-6, 1e6]:
+tr B = 0 gives 1e6 (the limit is -G/τ), tr A = 0 gives 1e-6, both 0 give 1. Whether the clamp binds is part of
+the result, as a tensor: the solve itself reads nothing.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from curvlab.exceptions import SpecError
 
 __all__ = ["PI_LIMITS", "Additive", "Damping", "DampingSplit", "Mixed", "damping_from", "split_damping"]
 
@@ -32,10 +39,11 @@ class Mixed:
     """
 
     alpha: float
+    l2: float = field(default=0.0, kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
         if not 0 < self.alpha <= 1:
-            raise ValueError(
+            raise SpecError(
                 f"alpha={self.alpha}: the identity's share must be in (0, 1]; the paper uses 0.01 to 0.1"
             )
 
@@ -46,8 +54,13 @@ class Mixed:
 
     @property
     def shift(self) -> float:
-        """What I is multiplied by."""
-        return self.alpha
+        """What I is multiplied by, beside s times the data part of C."""
+        return self.alpha + self.scale * self.l2
+
+    @property
+    def factored_shift(self) -> float:
+        """What the factored inverse splits over its factors."""
+        return self.alpha + self.l2
 
     def __str__(self) -> str:
         return f"mixed({self.alpha:g})"
@@ -62,12 +75,11 @@ class Additive:
     """
 
     tau: float
+    l2: float = field(default=0.0, kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
         if not 0 < self.tau < float("inf"):
-            raise ValueError(
-                f"tau={self.tau}: the added multiple of the identity must be positive and finite"
-            )
+            raise SpecError(f"tau={self.tau}: the added multiple of the identity must be positive and finite")
 
     @property
     def scale(self) -> float:
@@ -76,8 +88,13 @@ class Additive:
 
     @property
     def shift(self) -> float:
-        """What I is multiplied by."""
-        return self.tau
+        """What I is multiplied by, beside the data part of C."""
+        return self.tau + self.l2
+
+    @property
+    def factored_shift(self) -> float:
+        """What the factored inverse splits over its factors."""
+        return self.tau + self.l2
 
     def __str__(self) -> str:
         return f"additive({self.tau:g})"
@@ -89,13 +106,16 @@ Damping = Mixed | Additive
 def damping_from(alpha: float | None, damping: Damping | None) -> Damping:
     """The damping given as `alpha=` or as a value; exactly one of them."""
     if (alpha is None) == (damping is None):
-        raise ValueError(
+        raise SpecError(
             "give the damping once: alpha=0.05 (the paper's (1-α)C + αI) or damping=Additive(0.1)"
         )
     if alpha is not None:
-        return Mixed(float(alpha))
+        try:
+            return Mixed(float(alpha))
+        except TypeError as error:
+            raise SpecError(f"alpha={alpha!r}: expected a number in (0, 1]") from error
     if not isinstance(damping, Mixed | Additive):
-        raise ValueError(f"damping={damping!r}: expected Mixed(alpha) or Additive(tau), or alpha={damping}")
+        raise SpecError(f"damping={damping!r}: expected Mixed(alpha) or Additive(tau), or alpha={damping}")
     return damping
 
 
@@ -122,9 +142,8 @@ def split_damping(trace_a: Tensor, n_a: int, trace_b: Tensor, n_b: int) -> Dampi
     >>> split_damping(torch.tensor(8.0), 2, torch.tensor(3.0), 3).pi.item()
     2.0
     """
-    usable = (trace_a > 0) & (trace_b > 0)
     # Two roots, because the ratio of the traces overflows where that of their roots does not.
     ratio = (trace_a / n_a).clamp(min=0).sqrt() / (trace_b / n_b).clamp(min=0).sqrt()
-    raw = torch.where(usable, ratio, torch.ones_like(ratio))
+    raw = torch.where(ratio.isnan(), torch.ones_like(ratio), ratio)
     pi = raw.clamp(*PI_LIMITS)
     return DampingSplit(pi, pi != raw)

@@ -3,7 +3,8 @@
     B = U Λ Uᵀ,  A = Q S Qᵀ:   D = -U [ (Uᵀ G Q) / (s λ_i σ_j + τ) ] Qᵀ
 
 In the sample space K = V S Vᵀ takes the place of A: s B M K + τ M = -S'ᵀ is solved by the same formula
-with Q = V, and D = M H'.
+with Q = V, and D = M H'. A diagonal factor is in its own basis. Of a wide B that is held as fewer rows only
+the eigenvectors of those are made; on what is orthogonal to them, B is zero and the solution is -G/τ.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from curvlab.curvature import LayerCurvature
+from curvlab.linalg import DiagonalFactor, Factor, GramFactor
 from curvlab.linalg.factors import InputKind
 from curvlab.linalg.inverse import NotFiniteError, NotPositiveDefiniteError
 from curvlab.measure import device
@@ -22,9 +24,31 @@ from curvlab.solvers.base import LayerDirection, LayerGradient, Solver
 from curvlab.solvers.cost_model import Eigen, choose_coordinates
 from curvlab.solvers.damping import Damping
 from curvlab.solvers.input_coordinates import InputCoordinates, Scalar
-from curvlab.solvers.solution import DampedSystem, input_factors, output_factor
+from curvlab.solvers.systems import DampedSystem, input_factors, output_factor
 
 __all__ = ["Exact"]
+
+WHOLE_BASIS_UP_TO = 4096  # outputs: a wider Gram factor has the eigenvectors of its rows alone
+
+
+@dataclass(frozen=True, eq=False)
+class _Basis:
+    """Eigenvalues and eigenvectors of a symmetric matrix; None: the unit vectors.
+
+    `thin`: there are fewer eigenvectors than rows, and the matrix is zero on the rest of the space.
+    """
+
+    values: Tensor
+    vectors: Tensor | None
+    thin: bool = False
+
+    def coordinates(self, x: Tensor) -> Tensor:
+        """Uᵀ x."""
+        return x if self.vectors is None else self.vectors.T @ x
+
+    def vector(self, x: Tensor) -> Tensor:
+        """U x."""
+        return x if self.vectors is None else self.vectors @ x
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,18 +56,16 @@ class _WeightBasis:
     """The coordinates of the input side, and the eigenvalues σ and eigenvectors Q of A in them."""
 
     coordinates: InputCoordinates
-    values: Tensor
-    vectors: Tensor
+    basis: _Basis
 
 
 @dataclass(frozen=True, eq=False)
 class _State:
-    """The eigenvalues λ and eigenvectors U of B, and the basis of the input side where there is a weight."""
+    """The basis of B, and that of the input side where there is a weight."""
 
     layer: LayerCurvature
     damping: Damping
-    values: Tensor
-    vectors: Tensor
+    output: _Basis
     weight: _WeightBasis | None
 
 
@@ -56,37 +78,60 @@ class Exact(Solver):
     """
 
     input_factor: ClassVar[InputKind] = "full"
+    structures: ClassVar[tuple[str, ...]] = ("kronecker", "diagonal")
 
     def prepare(self, layer: LayerCurvature, damping: Damping, gradient: LayerGradient) -> _State:
-        output = output_factor(layer)
-        values, vectors = output.remember("eigh", lambda: _eigh(output.to_dense()))
+        output = _output_basis(output_factor(layer))
         weight, largest = None, None
         if gradient.weight is not None:
             coordinates = choose_coordinates(layer, gradient.weight, self.input_factor, self.route, Eigen())
-            weight = _WeightBasis(coordinates, *self._eigen(coordinates))
-            largest = weight.values[-1]
-        return _State(layer, damping, _check_values(values, damping, largest), vectors, weight)
-
-    @staticmethod
-    def _eigen(coordinates: InputCoordinates) -> tuple[Tensor, Tensor]:
-        return coordinates.remember((coordinates.route, "eigh"), lambda: _eigh(coordinates.matrix))
+            weight = _WeightBasis(coordinates, _input_basis(coordinates))
+            largest = weight.basis.values.amax()
+        checked = _Basis(_check_values(output.values, damping, largest), output.vectors, output.thin)
+        return _State(layer, damping, checked, weight)
 
     def apply(self, state: object, gradient: LayerGradient) -> LayerDirection:
         assert isinstance(state, _State)
-        layer, (scale, shift) = state.layer, (state.damping.scale, state.damping.shift)
+        layer, output, (scale, shift) = (
+            state.layer,
+            state.output,
+            (state.damping.scale, state.damping.shift),
+        )
         weight = bias = None
         route, rank = "bias", output_factor(layer).rank_bound
         if state.weight is not None and gradient.weight is not None:
-            given = state.weight.coordinates.of(gradient.weight)
-            sigma, q = state.weight.values, state.weight.vectors
-            inner = state.vectors.T @ given.x @ q
-            x = -state.vectors @ (inner / (scale * torch.outer(state.values, sigma) + shift)) @ q.T
+            given, right = state.weight.coordinates.of(gradient.weight), state.weight.basis
+            inner = output.coordinates(given.x)
+            outside = given.x - output.vector(inner) if output.thin else None
+            if right.vectors is not None:
+                inner = inner @ right.vectors
+            x = output.vector(inner / (scale * torch.outer(output.values, right.values) + shift))
+            x = -x if right.vectors is None else -x @ right.vectors.T
+            if outside is not None:
+                x = x - outside / shift
             weight = given.assemble(x, Scalar(x.new_full((), -1 / shift)))
             route, rank = state.weight.coordinates.route, input_factors(layer).full.rank_bound
         if gradient.bias is not None:
-            inner = (state.vectors.T @ gradient.bias) / (scale * state.values + shift)
-            bias = -state.vectors @ inner
+            inner = output.coordinates(gradient.bias)
+            bias = -output.vector(inner / (scale * output.values + shift))
+            if output.thin:
+                bias = bias - (gradient.bias - output.vector(inner)) / shift
         return LayerDirection(weight, bias, DampedSystem("full", scale, shift), route, rank)
+
+
+def _output_basis(output: Factor) -> _Basis:
+    if isinstance(output, DiagonalFactor):
+        return _Basis(output.values, None)
+    if isinstance(output, GramFactor) and output.narrow and output.size > WHOLE_BASIS_UP_TO:
+        values, vectors = output.remember("svd", lambda: _svd(output))
+        return _Basis(values, vectors, thin=True)
+    return _Basis(*output.remember("eigh", lambda: _eigh(output.to_dense())))
+
+
+def _input_basis(coordinates: InputCoordinates) -> _Basis:
+    if coordinates.route == "diagonal" and coordinates.diagonal is not None:
+        return _Basis(coordinates.diagonal, None)
+    return _Basis(*coordinates.remember((coordinates.route, "eigh"), lambda: _eigh(coordinates.matrix)))
 
 
 def _check_values(values: Tensor, damping: Damping, largest: Tensor | None) -> Tensor:
@@ -97,9 +142,12 @@ def _check_values(values: Tensor, damping: Damping, largest: Tensor | None) -> T
     factor = 1.0 if largest is None else largest.clamp(min=1)
     rounding = len(values) * torch.finfo(values.dtype).eps * values.abs().amax()
     values = torch.where(values.abs() <= rounding, values.clamp(min=0), values)
-    smallest = damping.scale * values[0] * factor + damping.shift
-    if device.readable(values) and bool(smallest <= 0):
-        raise NotPositiveDefiniteError(float(smallest))
+    smallest = damping.scale * values.amin() * factor + damping.shift
+    if device.readable(values):
+        if bool(smallest.isnan()):
+            raise NotFiniteError("the matrix to be factorised holds NaN or infinity")
+        if bool(smallest <= 0):
+            raise NotPositiveDefiniteError(float(smallest))
     return values
 
 
@@ -111,3 +159,9 @@ def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
             raise
         raise NotFiniteError("the matrix to be factorised holds NaN or infinity") from error
     return values, vectors
+
+
+def _svd(factor: GramFactor) -> tuple[Tensor, Tensor]:
+    """The eigenvalues of F and their eigenvectors, n × m: squares and right vectors of its scaled rows."""
+    _, singular, vectors = torch.linalg.svd(factor.scaled_rows(), full_matrices=False)
+    return singular.square(), vectors.T

@@ -6,7 +6,8 @@ In coordinates G = X_G Z + G⊥ it is D = X Z + L G⊥ with
 
     X = -(B + √τ/π I)⁻¹ X_G (Ã + π√τ I)⁻¹      L = -(B + √τ/π I)⁻¹ / (π√τ)
 
-so an n_t × n_t and an m × m factorisation are all it takes, whatever n_{t-1}. `damping` has the formula of π.
+so an n_t × n_t and an m × m factorisation are all it takes, whatever n_{t-1}. `damping` has the formula of π,
+and what τ is where the curvature itself has a multiple of the identity.
 """
 
 from __future__ import annotations
@@ -14,19 +15,25 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from curvlab.curvature import LayerCurvature
+from curvlab.curvature import Curvature, LayerCurvature
+from curvlab.exceptions import SpecError
 from curvlab.linalg import Matrix
 from curvlab.linalg.factors import InputKind
-from curvlab.linalg.inverse import GramInverse, ShiftedInverse, cholesky_multiply, shifted_inverse
+from curvlab.linalg.inverse import (
+    DenseInverse,
+    DiagonalInverse,
+    GramInverse,
+    ShiftedInverse,
+    shifted_inverse,
+)
 from curvlab.measure import device
-from curvlab.solvers.base import Formulation, LayerDirection, LayerGradient, Solver
+from curvlab.solvers.base import Formulation, LayerDirection, LayerGradient, Solver, check_mean_above
 from curvlab.solvers.cost_model import Inverse, choose_coordinates
 from curvlab.solvers.damping import Damping, DampingSplit, split_damping
 from curvlab.solvers.input_coordinates import InputCoordinates, WeightGradient
-from curvlab.solvers.solution import FactoredSystem, input_factors, output_factor
+from curvlab.solvers.systems import FactoredSystem, input_factors, output_factor
 from curvlab.solvers.textbook import TextbookInverse
 
 __all__ = ["KFI", "ShermanMorrisonKFI"]
@@ -38,7 +45,7 @@ class _WeightInverse:
 
     coordinates: InputCoordinates
     left: ShiftedInverse
-    right: Tensor
+    right: DenseInverse | DiagonalInverse
     gamma: Tensor
 
     def apply(self, gradient: WeightGradient) -> Matrix:
@@ -46,13 +53,14 @@ class _WeightInverse:
         left = self.left
         if (
             isinstance(left, GramInverse)
+            and isinstance(self.right, DenseInverse)
             and given.rows is not None
             and left.factor.shares_rows_with(given.rows)
         ):
             # The gradient's rows are the output factor's own: all of the solve is m × m.
-            x = left.of_rows(-torch.cholesky_inverse(self.right))
+            x = left.of_rows(-self.right.matrix())
         else:
-            x = -cholesky_multiply(self.right, left(given.x).T).T
+            x = -self.right(left(given.x).T).T
         return given.assemble(x, lambda y: left(y) / -self.gamma)
 
 
@@ -90,20 +98,30 @@ class _State:
 class KFI(Solver):
     """Inverse of the damped Kronecker factors, with the full input factor E[hhᵀ].
 
+    Layers with more than `mean_above` inputs go by `sm-kfi`, as the first one did in the paper's ImageNet-10.
+
     >>> KFI(pi=1.0)
-    KFI(route='auto', pi=1.0, formulation='reduced')
+    KFI(route='auto', pi=1.0, formulation='reduced', mean_above=None)
     """
 
     input_factor: ClassVar[InputKind] = "full"
     pi: float | None = field(default=None, kw_only=True)
     formulation: Formulation = field(default="reduced", kw_only=True)
+    mean_above: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_mean_above(self.mean_above, self.input_factor)
         if self.pi is not None and not 0 < self.pi < float("inf"):
-            raise ValueError(
+            raise SpecError(
                 f"pi={self.pi}: the split of the damping must be positive and finite (None: from traces)"
             )
+
+    def for_layer(self, layer: LayerCurvature, curvature: Curvature) -> Solver:
+        """Itself, or the mean input factor's for a layer with more than `mean_above` inputs."""
+        if self.mean_above is None or layer.input_size <= self.mean_above:
+            return self
+        return ShermanMorrisonKFI(route=self.route, pi=self.pi, formulation=self.formulation)
 
     def prepare(self, layer: LayerCurvature, damping: Damping, gradient: LayerGradient) -> _State:
         if self.formulation == "explicit":
@@ -123,16 +141,16 @@ class KFI(Solver):
         weight = bias = None
         if coordinates is not None:
             # π, and with it both shifts, is that of these inputs.
-            key = (layer.inputs, self.input_factor, damping.shift, self.pi)
+            key = (layer.inputs, self.input_factor, damping.factored_shift, self.pi)
             left = shifted_inverse(output, system.beta, ("weight", *key), check)
             # Kept on the output factor: π, and with it the shift, is this curvature's own, while other
             # curvatures of the same recording share the input factor.
-            right = output.remember(
-                ("input", coordinates.route, *key), lambda: coordinates.cholesky(system.gamma, check)
+            right = output.remember_recent(
+                ("input", coordinates.route, *key), lambda: coordinates.inverse(system.gamma, check)
             )
             weight = _WeightInverse(coordinates, left, right, system.gamma)
         if gradient.bias is not None:
-            bias = shifted_inverse(output, damping.shift, ("bias", damping.shift), check)
+            bias = shifted_inverse(output, system.shift, ("bias", system.shift), check)
         return _State(layer, system, split, _SampleSpaceInverse(weight, bias))
 
     def _split(self, layer: LayerCurvature, trace: Tensor | None) -> DampingSplit:
@@ -142,11 +160,12 @@ class KFI(Solver):
             return DampingSplit.from_value(self.pi, output.example)
         if trace is None:
             return DampingSplit.from_value(1.0, output.example)
-        return split_damping(trace, input_factors(layer).full.size, output.trace(), output.size)
+        return split_damping(trace, input_factors(layer).size, output.trace(), output.size)
 
     def _system(self, split: DampingSplit, damping: Damping) -> FactoredSystem:
-        root = damping.shift**0.5
-        return FactoredSystem(self.input_factor, root / split.pi, root * split.pi, damping.shift)
+        shift = damping.factored_shift
+        root = shift**0.5
+        return FactoredSystem(self.input_factor, root / split.pi, root * split.pi, shift)
 
     def apply(self, state: object, gradient: LayerGradient) -> LayerDirection:
         assert isinstance(state, _State)

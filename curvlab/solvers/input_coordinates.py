@@ -9,6 +9,7 @@ factored inverse). The solver computes with X alone; the right action of A on X 
     eigen         Λ^-½ Vᵀ H', K = VΛVᵀ    n_t × m         Λ               where Λ is rounding
     row           Qᵀ from QR of H'ᵀ       n_t × m         R Rᵀ            G - (GQ)Qᵀ
     dense         I                       n_t × n_{t-1}   A               0
+    diagonal      I                       n_t × n_{t-1}   diag(a)         0
     mean          qᵀ = E[h]ᵀ/‖E[h]‖       n_t × 1         ‖E[h]‖²         G - (Gq)qᵀ
 
 All but the first are orthonormal: inner products are those of X, and nothing cancels in them. The first
@@ -32,13 +33,14 @@ from torch import Tensor
 
 from curvlab.exceptions import PairError
 from curvlab.gradient import RowGradient
-from curvlab.linalg import Combination, Factor, GramFactor, Matrix, RowProduct
+from curvlab.linalg import Combination, DiagonalFactor, Factor, GramFactor, Matrix, RowProduct
 from curvlab.linalg.factors import InputFactors, binary_scale, frobenius_norm, squares_in_range
-from curvlab.linalg.inverse import cholesky_shifted
+from curvlab.linalg.inverse import DenseInverse, DiagonalInverse, cholesky_shifted, diagonal_inverse
 from curvlab.measure import device
 
 __all__ = [
     "DenseCoordinates",
+    "DiagonalCoordinates",
     "EigenCoordinates",
     "GradientCoordinates",
     "InputCoordinates",
@@ -115,9 +117,9 @@ class InputCoordinates(ABC):
     def remember(self, key: Hashable, make: Callable[[], T]) -> T:
         """A factorisation kept for all solvers that ask for the same one."""
 
-    def cholesky(self, shift: Tensor | float, check: bool) -> Tensor:
-        """The Cholesky factor of A + τI in these coordinates."""
-        return cholesky_shifted(self.matrix, shift, check)
+    def inverse(self, shift: Tensor | float, check: bool) -> DenseInverse | DiagonalInverse:
+        """(A + τI)⁻¹ in these coordinates."""
+        return DenseInverse(cholesky_shifted(self.matrix, shift, check))
 
 
 class SampleCoordinates(InputCoordinates):
@@ -276,6 +278,40 @@ class DenseCoordinates(InputCoordinates):
     @staticmethod
     def _assemble(x: Tensor, left: Left) -> Tensor:
         return x
+
+    def remember(self, key: Hashable, make: Callable[[], T]) -> T:
+        return self.factor.remember(key, make)
+
+
+class DiagonalCoordinates(InputCoordinates):
+    """D = X, for an input factor that is diagonal: nothing of n_{t-1} × n_{t-1} is formed."""
+
+    route = "diagonal"
+
+    def __init__(self, factor: DiagonalFactor) -> None:
+        self.factor = factor
+
+    @property
+    def size(self) -> int:
+        return self.factor.size
+
+    @property
+    def trace(self) -> Tensor:
+        return self.factor.trace()
+
+    @property
+    def diagonal(self) -> Tensor:
+        return self.factor.values
+
+    @property
+    def matrix(self) -> Tensor:
+        raise NotImplementedError("a diagonal input factor is used by its `diagonal`, and never formed")
+
+    def inverse(self, shift: Tensor | float, check: bool) -> DiagonalInverse:
+        return diagonal_inverse(self.factor.values, shift, check)
+
+    def of(self, gradient: WeightGradient) -> GradientCoordinates:
+        return GradientCoordinates(form_gradient(gradient), lambda x, left: x)
 
     def remember(self, key: Hashable, make: Callable[[], T]) -> T:
         return self.factor.remember(key, make)

@@ -1,7 +1,8 @@
 """`solve`: a solver, a curvature and a gradient to a solution, checked on the way in and on the way out.
 
 The solver first adapts itself to the curvature (layers of Kronecker factors, or blocks by their products).
-Then every layer is prepared and applied, jointly where the solver has a way to, or shared out over ranks.
+Then every unit of a layer (see `units`) is prepared and applied, jointly where the solver has a way to, or
+shared out over ranks.
 
 Each check takes one read back to the host. A formed gradient of a weight is looked at on the way out only,
 where a step is not finite: to look at it costs a pass over it, which is a good part of an EA-CG solve, and
@@ -11,39 +12,53 @@ NaN and infinity do not get lost in one.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from itertools import groupby
 from math import nan
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from curvlab.curvature import Curvature, LayerCurvature
+from curvlab.curvature import Curvature
+from curvlab.curvature_layers import LayerCurvature
 from curvlab.distributed.communicator import communicator_of
 from curvlab.distributed.solve import choose_owners, layer_cost, share_out
-from curvlab.exceptions import ArgumentError, SolveError, SpecError, describe_argument
-from curvlab.gradient import Gradient, RowGradient
+from curvlab.exceptions import ArgumentError, PairError, SolveError, SpecError, describe_argument
+from curvlab.gradient import RowGradient
 from curvlab.linalg import Matrix
 from curvlab.linalg.cg import Outcome
 from curvlab.linalg.inverse import NotFiniteError, NotPositiveDefiniteError
 from curvlab.measure import device
-from curvlab.solvers.base import Guidance, LayerDirection, LayerGradient, Preconditioner, Solver
+from curvlab.solvers.base import Guidance, LayerDirection, Preconditioner, Solver
 from curvlab.solvers.damping import Damping, damping_from
-from curvlab.solvers.input_coordinates import WeightGradient
 from curvlab.solvers.registry import solvers
-from curvlab.solvers.solution import BlockSolution, Direction, Measures, Solution
+from curvlab.solvers.solution import BlockSolution, Direction, Solution
+from curvlab.solvers.units import SolvedUnit, Unit, entry_of, join_units, layer_gradient, units_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["check_gradient", "check_solution", "entry_of", "layer_gradient", "solve"]
+__all__ = [
+    "SolverByLayer",
+    "check_gradient",
+    "check_solution",
+    "entry_of",
+    "layer_gradient",
+    "solve",
+    "solver_units",
+]
+
+SolverByLayer = Mapping[str, str | Solver]
+"""Solvers by patterns of layer names."""
 
 
 @torch.no_grad()
 def solve(
-    solver: str | Solver,
+    solver: str | Solver | SolverByLayer,
     curvature: Curvature,
     gradient: Mapping[str, Tensor],
     *,
@@ -57,7 +72,8 @@ def solve(
     """The direction d that solves the damped system C d = -g, block by block.
 
     Args:
-        solver: a name such as `"ea-cg[max_iter=20]"`, or a solver.
+        solver: a name such as `"ea-cg[max_iter=20]"`, or a solver; or a mapping of layer-name patterns to
+            solvers, such as `{"0": "sm-kfi", "*": "kfi"}`, of which the first that matches a layer solves it.
         curvature: what `estimate` returned.
         gradient: `problem.gradient()`, or any mapping of parameter names to tensors.
         alpha: the paper's damping, (1-α)C + αI.
@@ -79,13 +95,10 @@ def solve(
     torch.Size([3, 4])
     """
     _check_kinds(solver, curvature, gradient)
-    instance = solvers.make(solver)
-    name = solver if isinstance(solver, str) else _name_of(solver)
-    chosen = damping_from(alpha, damping)
-    instance.check(curvature, name)
+    chosen_damping = damping_from(alpha, damping)
+    chosen = _choose_solvers(solver, curvature, Guidance(start, preconditioner))
     check_gradient(curvature, gradient)
-    adapted = instance.adapt(curvature, name, Guidance(start, preconditioner))
-    solution = _solve_layers(adapted, name, curvature, gradient, chosen, process_group)
+    solution = _solve_layers(chosen, curvature, gradient, chosen_damping, process_group)
     check_solution(solution, curvature, gradient)
     if strict:
         solution.check()
@@ -116,66 +129,156 @@ def _name_of(solver: Solver) -> str:
         return type(solver).__name__
 
 
-def entry_of(gradient: Mapping[str, Tensor], name: str) -> WeightGradient:
-    """A gradient's entry as it is held: in factors where it has them."""
-    return gradient.factored(name) if isinstance(gradient, Gradient) else gradient[name]
+def solver_units(
+    solver: str | Solver | SolverByLayer, curvature: Curvature, gradient: Mapping[str, Tensor]
+) -> list[Unit]:
+    """All that `solve` prepares and applies, in the order of the layers: for those who time the phases apart.
+
+    >>> import curvlab, torch
+    >>> problem = curvlab.Problem(torch.nn.Linear(3, 2), "mse", torch.ones(4, 3), torch.ones(4, 2))
+    >>> units = solver_units("kfi", curvlab.estimate("fisher", problem), problem.gradient())
+    >>> [unit.given.kind for unit in units]
+    ['kronecker']
+    """
+    return _make_units(_choose_solvers(solver, curvature, Guidance()).by_layer, curvature, gradient)
 
 
-def layer_gradient(layer: LayerCurvature, gradient: Mapping[str, Tensor]) -> LayerGradient:
-    """The gradient of the parameters of one layer, in factors where it has them."""
-    return LayerGradient(
-        None if layer.weight_name is None else entry_of(gradient, layer.weight_name),
-        None if layer.bias_name is None else gradient[layer.bias_name],
+@dataclass(frozen=True, eq=False)
+class _Chosen:
+    """What messages call the solvers, and the solver of each layer."""
+
+    name: str
+    by_layer: list[Solver]
+
+
+def _choose_solvers(
+    solver: str | Solver | SolverByLayer, curvature: Curvature, guidance: Guidance
+) -> _Chosen:
+    """The solver of every layer, checked and adapted to what the curvature is."""
+    if not isinstance(solver, Mapping):
+        name = solver if isinstance(solver, str) else _name_of(solver)
+        adapted = _adapt(solvers.make(solver), name, curvature, guidance)
+        return _Chosen(name, [adapted.for_layer(layer, curvature) for layer in curvature.layers])
+    if curvature.full_product is not None:
+        raise PairError(
+            f"`{curvature.provider}` has blocks between layers, which `cg` solves as one system: a solver "
+            f'for each layer cannot be had. Use solve("cg", …), or a curvature that is block diagonal'
+        )
+    names = {pattern: s if isinstance(s, str) else _name_of(s) for pattern, s in solver.items()}
+    patterns = [_first_match(layer, solver) for layer in curvature.layers]
+    chosen: dict[str, Solver] = {}
+    for pattern in dict.fromkeys(patterns):
+        own = tuple(layer for layer, p in zip(curvature.layers, patterns, strict=True) if p == pattern)
+        made = solvers.make(solver[pattern])
+        chosen[pattern] = _adapt(made, names[pattern], replace(curvature, layers=own), guidance)
+    pairs = zip(curvature.layers, patterns, strict=True)
+    return _Chosen(
+        ", ".join(f"{pattern}: {name}" for pattern, name in names.items()),
+        [chosen[pattern].for_layer(layer, curvature) for layer, pattern in pairs],
     )
 
 
+def _first_match(layer: LayerCurvature, solver: SolverByLayer) -> str:
+    for pattern in solver:
+        if fnmatchcase(layer.name, pattern):
+            return pattern
+    raise PairError(
+        f"no solver for layer `{layer.name}`: none of the patterns {list(solver)} matches it. Add the layer, "
+        f'or "*" as the last pattern'
+    )
+
+
+def _adapt(solver: Solver, name: str, curvature: Curvature, guidance: Guidance) -> Solver:
+    solver.check(curvature, name)
+    return solver.adapt(curvature, name, guidance)
+
+
+def _make_units(chosen: Sequence[Solver], curvature: Curvature, gradient: Mapping[str, Tensor]) -> list[Unit]:
+    pairs = zip(curvature.layers, chosen, strict=True)
+    return [unit for layer, solver in pairs for unit in units_of(layer, solver, gradient)]
+
+
 def _solve_layers(
-    solver: Solver,
-    name: str,
+    chosen: _Chosen,
     curvature: Curvature,
     gradient: Mapping[str, Tensor],
     damping: Damping,
     process_group: ProcessGroup | None,
 ) -> Solution:
-    """Solve all layers, shared out over the ranks of a `process_group` where that can be and is cheaper."""
-    systems = _LayerSolves(solver, curvature, gradient, damping)
-    if process_group is None or not solver.layers_apart:
-        solved = systems.solve_all()
+    """Solve all units, shared out over the ranks of a `process_group` where that can be and is cheaper."""
+    units = _make_units(chosen.by_layer, curvature, gradient)
+    # Layers are of the data part; what the curvature has beside it is damping to a solver.
+    damped = replace(damping, l2=curvature.shift) if curvature.shift else damping
+    systems = _Systems(curvature.provider, damped)
+    if process_group is None or not any(unit.solver.layers_apart for unit in units):
+        solved = systems.solve_all(units)
     else:
-        solved = _solve_shared(systems, process_group)
-    entries = {entry: step for one in solved for entry, step in one.entries().items()}
-    blocks = {entry: block for one in solved for entry, block in one.blocks().items()}
-    return Solution(name, curvature.provider, damping, Direction(entries), blocks)
+        solved = _solve_shared(systems, units, process_group)
+    entries: dict[str, Matrix] = {}
+    blocks: dict[str, BlockSolution] = {}
+    for layer, own in _by_layer(units, solved):
+        steps, found = join_units(layer, own, gradient, damped)
+        entries |= steps
+        blocks |= found
+    return Solution(chosen.name, curvature.provider, damping, Direction(entries), blocks)
 
 
-def _solve_shared(systems: _LayerSolves, process_group: ProcessGroup) -> list[_SolvedLayer]:
-    communicator, layers, solver = communicator_of(process_group), systems.curvature.layers, systems.solver
-    iterations = float(getattr(solver, "max_iter", 0))
-    costs = [layer_cost(layer, solver.input_factor, iterations) for layer in layers]
+def _by_layer(
+    units: Sequence[Unit], solved: Sequence[SolvedUnit]
+) -> Iterator[tuple[LayerCurvature, list[SolvedUnit]]]:
+    pairs = zip(units, solved, strict=True)
+    for _, group in groupby(pairs, key=lambda pair: id(pair[0].layer)):
+        own = list(group)
+        yield own[0][0].layer, [one for _, one in own]
+
+
+def _solve_shared(systems: _Systems, units: list[Unit], process_group: ProcessGroup) -> list[SolvedUnit]:
+    communicator = communicator_of(process_group)
+    apart = {id(unit.given): unit for unit in units if unit.solver.layers_apart}
+    costs = [
+        layer_cost(unit.given, unit.solver.input_factor, float(getattr(unit.solver, "max_iter", 0)))
+        for unit in apart.values()
+    ]
     owners = choose_owners(costs, communicator.size)
     if owners is None:
-        return systems.solve_all()
-    return share_out(systems.solve, layers, owners, systems.known, communicator)
+        return systems.solve_all(units)
+    given = [unit.given for unit in apart.values()]
+    shared = share_out(
+        lambda one: systems.solve(apart[id(one)]),
+        given,
+        owners,
+        lambda one: systems.known(apart[id(one)]),
+        communicator,
+    )
+    found = dict(zip(apart, shared, strict=True))
+    # Every rank takes part in the products of the others, in the same order.
+    rest = [unit for unit in units if id(unit.given) not in apart]
+    found |= dict(zip([id(unit.given) for unit in rest], systems.solve_all(rest), strict=True))
+    return [found[id(unit.given)] for unit in units]
 
 
-class _LayerSolves:
-    """What a solver is asked to solve: the systems of all layers."""
+class _Systems:
+    """The damped systems of units of one provider's curvature."""
 
-    def __init__(
-        self, solver: Solver, curvature: Curvature, gradient: Mapping[str, Tensor], damping: Damping
-    ) -> None:
-        self.solver, self.curvature, self.damping = solver, curvature, damping
-        self.gradients = {layer.name: layer_gradient(layer, gradient) for layer in curvature.layers}
+    def __init__(self, provider: str, damping: Damping) -> None:
+        self.provider, self.damping = provider, damping
 
-    def solve(self, layer: LayerCurvature) -> _SolvedLayer:
-        """Solve one layer; a failure names the layer, the reason and the advice."""
-        return self._apply(self._prepare(layer))
+    def solve(self, unit: Unit) -> SolvedUnit:
+        """Solve one unit; a failure names the layer, the reason and the advice."""
+        return self._apply(self._prepare(unit))
 
-    def solve_all(self) -> list[_SolvedLayer]:
-        """Solve all layers, together where the solver has a way to."""
-        prepared = [self._prepare(layer) for layer in self.curvature.layers]
+    def solve_all(self, units: Sequence[Unit]) -> list[SolvedUnit]:
+        """Solve all units, those of one solver together where it has a way to."""
+        prepared = [self._prepare(unit) for unit in units]
+        found: dict[int, SolvedUnit] = {}
+        for solver, indices in _by_solver(units):
+            solved = self._apply_all(solver, [prepared[index] for index in indices])
+            found |= dict(zip(indices, solved, strict=True))
+        return [found[index] for index in range(len(units))]
+
+    def _apply_all(self, solver: Solver, prepared: list[_Prepared]) -> list[SolvedUnit]:
         started = time.perf_counter()
-        found = self.solver.apply_jointly([p.state for p in prepared], [p.gradient for p in prepared])
+        found = solver.apply_jointly([p.state for p in prepared], [p.unit.gradient for p in prepared])
         if found is None:
             return [self._apply(one) for one in prepared]
         seconds = time.perf_counter() - started
@@ -185,117 +288,83 @@ class _LayerSolves:
             for one, direction in zip(prepared, found, strict=True)
         ]
 
-    def _prepare(self, layer: LayerCurvature) -> _Prepared:
-        gradient = self.gradients[layer.name]
+    def _prepare(self, unit: Unit) -> _Prepared:
         started = time.perf_counter()
-        with self._failures(layer):
-            state = self.solver.prepare(layer, self.damping, gradient)
-        return _Prepared(layer, gradient, state, time.perf_counter() - started)
+        with self._failures(unit.layer):
+            state = unit.solver.prepare(unit.given, self.damping, unit.gradient)
+        return _Prepared(unit, state, time.perf_counter() - started)
 
-    def _apply(self, prepared: _Prepared) -> _SolvedLayer:
-        started = time.perf_counter()
-        with self._failures(prepared.layer):
-            direction = self.solver.apply(prepared.state, prepared.gradient)
+    def _apply(self, prepared: _Prepared) -> SolvedUnit:
+        started, unit = time.perf_counter(), prepared.unit
+        with self._failures(unit.layer):
+            direction = unit.solver.apply(prepared.state, unit.gradient)
         return self._finish(prepared, direction, time.perf_counter() - started)
 
-    def _finish(self, prepared: _Prepared, direction: LayerDirection, seconds: float) -> _SolvedLayer:
-        layer = prepared.layer
-        example = next(iter(layer.blocks.values())).example
+    def _finish(self, prepared: _Prepared, direction: LayerDirection, seconds: float) -> SolvedUnit:
+        unit = prepared.unit
+        example = next(iter(unit.given.blocks.values())).example
         # Elsewhere calls return before the work is done, and waiting for it would cost more than it tells.
         known = example.device.type == "cpu"
-        return _SolvedLayer(
-            layer,
-            prepared.gradient,
+        return SolvedUnit(
+            unit.given,
+            unit.gradient,
             direction,
             self.damping,
-            self.solver.tolerance(example.dtype),
+            unit.solver.tolerance(example.dtype),
             prepared.seconds if known else nan,
             seconds if known else nan,
         )
 
     @contextmanager
     def _failures(self, layer: LayerCurvature) -> Iterator[None]:
-        provider = self.curvature.provider
         try:
             yield
         except NotPositiveDefiniteError as error:
             raise SolveError(
-                f"layer `{layer.name}`: the damped factor of `{provider}` is not positive definite "
+                f"layer `{layer.name}`: the damped factor of `{self.provider}` is not positive definite "
                 f"(smallest eigenvalue {error.smallest:.3g}), in float64 either. Increase the damping, or "
                 f"use solver `cg`, which stops at negative curvature"
             ) from error
         except (NotFiniteError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
-            raise SolveError(f"layer `{layer.name}` of `{provider}`: {error}") from error
+            raise SolveError(f"layer `{layer.name}` of `{self.provider}`: {error}") from error
 
-    def known(self, layer: LayerCurvature) -> dict[str, object]:
-        """What every rank holds of a layer, by name: it is not sent with a solution."""
-        gradient = self.gradients[layer.name]
-        held: dict[str, object] = {"layer": layer, "gradient": gradient, "weight": gradient.weight}
-        if layer.inputs is not None:
-            held["inputs"] = layer.inputs.full
+    def known(self, unit: Unit) -> dict[str, object]:
+        """What every rank holds of a unit, by name: it is not sent with a solution."""
+        gradient = unit.gradient
+        held: dict[str, object] = {"layer": unit.given, "gradient": gradient, "weight": gradient.weight}
+        if unit.given.inputs is not None:
+            held["inputs"] = unit.given.inputs.full
         if isinstance(gradient.weight, RowGradient):
             held["rows"] = gradient.weight.inputs
         return held
 
 
+def _by_solver(units: Sequence[Unit]) -> list[tuple[Solver, list[int]]]:
+    """The places of the units of each solver; equal ones are one."""
+    groups: list[tuple[Solver, list[int]]] = []
+    for index, unit in enumerate(units):
+        for solver, indices in groups:
+            if solver is unit.solver or solver == unit.solver:
+                indices.append(index)
+                break
+        else:
+            groups.append((unit.solver, [index]))
+    return groups
+
+
 @dataclass(frozen=True, eq=False)
 class _Prepared:
-    """A layer that is ready to be solved."""
+    """A unit that is ready to be solved."""
 
-    layer: LayerCurvature
-    gradient: LayerGradient
+    unit: Unit
     state: object
     seconds: float
 
     @property
     def size(self) -> int:
         """Entries of the weight and of B: what a joint solve's time is shared out by."""
-        outputs, *inputs = next(iter(self.layer.blocks.values())).shape
+        outputs, *inputs = next(iter(self.unit.given.blocks.values())).shape
         return outputs * (outputs + sum(inputs))
-
-
-@dataclass(frozen=True, eq=False)
-class _SolvedLayer:
-    """One layer's systems and what a solver made of them."""
-
-    layer: LayerCurvature
-    gradient: LayerGradient
-    direction: LayerDirection
-    damping: Damping
-    tolerance: float
-    seconds_prepare: float
-    seconds_apply: float
-
-    def entries(self) -> dict[str, Matrix]:
-        named = ((self.layer.weight_name, self.direction.weight), (self.layer.bias_name, self.direction.bias))
-        return {name: step for name, step in named if name is not None and step is not None}
-
-    def blocks(self) -> dict[str, BlockSolution]:
-        found = self.direction
-        measures = found.system.measures(self.layer, self.gradient, found.weight, found.bias, self.damping)
-        return {
-            name: self._block(name, measures[name], column, len(measures))
-            for column, name in enumerate(self.entries())
-        }
-
-    def _block(self, name: str, measures: Measures, column: int, count: int) -> BlockSolution:
-        """Block `column` of `count`; the layer's time is theirs in equal parts."""
-        found, of_weight = self.direction, name == self.layer.weight_name
-        return BlockSolution(
-            name=name,
-            layer=self.layer.name,
-            measures=measures,
-            tolerance=self.tolerance,
-            route=found.route,
-            rank=found.rank if of_weight else found.system.bias_rank(self.layer),
-            outcome=None if found.outcomes is None else found.outcomes[column],
-            iteration_count=None if found.iterations is None else found.iterations[column],
-            history=None if found.history is None else found.history[:, column],
-            split=found.split if of_weight else None,
-            seconds_prepare=self.seconds_prepare / count,
-            seconds_apply=self.seconds_apply / count,
-            reads=measures.reads,
-        )
 
 
 def check_gradient(curvature: Curvature, gradient: Mapping[str, Tensor]) -> None:
@@ -339,20 +408,16 @@ def _refuse_not_finite(bad: list[str]) -> None:
 
 def check_solution(solution: Solution, curvature: Curvature, gradient: Mapping[str, Tensor]) -> None:
     """Raise where a step is not finite, or a breakdown comes from a gradient or a curvature that is not."""
-    signs = solution.direction.sums()
-    for name, block in solution.blocks.items():
-        if block.outcome is not None:
-            broken = block.outcome == Outcome.BREAKDOWN
-            signs[name] = torch.where(broken, torch.full_like(signs[name], torch.nan), signs[name])
-    spoiled = _find_not_finite(signs)
+    outcomes = {n: block.outcome for n, block in solution.blocks.items() if block.outcome is not None}
+    spoiled = _find_not_finite(solution.direction.sums(), outcomes)
     held = {name: entry_of(gradient, name) for name in spoiled}
     _refuse_not_finite(
         [name for name, entry in held.items() if isinstance(entry, Tensor) and not _all_finite([entry])]
     )
     for name in spoiled:
         layer = next(layer for layer in curvature.layers if name in layer.blocks)
-        tensors = _tensors(layer)
-        if layer.weight_operator is not None or layer.bias_operator is not None:
+        tensors = list(layer.tensors().values())
+        if layer.matrix_free:
             tensors.append(solution.blocks[name].measures.quadratic())
         if not _all_finite(tensors):
             raise SolveError(
@@ -366,20 +431,17 @@ def check_solution(solution: Solution, curvature: Curvature, gradient: Mapping[s
             )
 
 
-def _find_not_finite(sums: Mapping[str, Tensor]) -> list[str]:
-    """The names whose sum is not finite: a single read where all are."""
+def _find_not_finite(sums: Mapping[str, Tensor], outcomes: Mapping[str, Tensor] | None = None) -> list[str]:
+    """The names whose sum is not finite, or whose outcome is a breakdown; one read where there are none."""
     if not sums:
         return []
     flags = torch.isfinite(torch.stack(list(sums.values())))
+    if outcomes:
+        flags = torch.cat([flags, torch.stack(list(outcomes.values())) != int(Outcome.BREAKDOWN)])
     if not device.readable(flags) or bool(flags.all()):
         return []
-    return [name for name, finite in zip(sums, flags.tolist(), strict=True) if not finite]
-
-
-def _tensors(layer: LayerCurvature) -> list[Tensor]:
-    outputs = {} if layer.output is None else layer.output.tensors()
-    inputs = {} if layer.inputs is None else layer.inputs.tensors()
-    return [*outputs.values(), *inputs.values()]
+    names = [*sums, *(outcomes or {})]
+    return list(dict.fromkeys(name for name, fine in zip(names, flags.tolist(), strict=True) if not fine))
 
 
 def _all_finite(tensors: Iterable[Tensor]) -> bool:

@@ -4,6 +4,8 @@
     SM-KFI    (E[h]E[h]ᵀ + γI)⁻¹ by the Sherman-Morrison formula, as a matrix product with G
     CG        plain iteration on n_t × n_{t-1} matrices, E[hhᵀ] formed or E[h] kept as a vector
 
+A diagonal factor is inverted and multiplied with entry by entry, and is not formed.
+
 The tests hold the sample-space form to it, and benchmarks measure both. The field `formulation` chooses:
 `reduced` is the sample-space form, `explicit` the textbook's.
 """
@@ -18,13 +20,14 @@ import torch
 from torch import Tensor
 
 from curvlab.curvature import LayerCurvature
+from curvlab.linalg import DenseFactor, DiagonalFactor, Factor
 from curvlab.linalg.cg import FunctionOperator
 from curvlab.linalg.factors import InputFactors, InputKind
 from curvlab.linalg.inverse import NotFiniteError
 from curvlab.measure import device
 from curvlab.solvers.damping import Damping
 from curvlab.solvers.input_coordinates import form_gradient
-from curvlab.solvers.solution import FactoredSystem, LayerGradient, input_factors, output_factor
+from curvlab.solvers.systems import FactoredSystem, LayerGradient, input_factors, output_factor
 
 __all__ = ["TextbookInverse", "bias_operator", "weight_operator"]
 
@@ -33,8 +36,8 @@ __all__ = ["TextbookInverse", "bias_operator", "weight_operator"]
 class TextbookInverse:
     """Inverses of both damped factors, as matrices (the mean factor: by its vector)."""
 
-    output_inverse: Tensor
-    bias_inverse: Tensor
+    output_inverse: Callable[[Tensor], Tensor]
+    bias_inverse: Callable[[Tensor], Tensor]
     times_input_inverse: Callable[[Tensor], Tensor] | None
 
     route: ClassVar[str] = "explicit"
@@ -42,18 +45,17 @@ class TextbookInverse:
     @classmethod
     def prepare(cls, layer: LayerCurvature, system: FactoredSystem) -> TextbookInverse:
         """Form and invert."""
-        b = output_factor(layer).to_dense()
-        _require_finite(b)
+        b = output_factor(layer)
         right = None if layer.inputs is None else _times_input_inverse(layer.inputs, system)
-        return cls(_inverse(b, system.beta), _inverse(b, system.shift), right)
+        return cls(_inverse_times(b, system.beta), _inverse_times(b, system.shift), right)
 
     def apply(self, gradient: LayerGradient) -> tuple[Tensor | None, Tensor | None]:
         """-(B + βI)⁻¹ G (A + γI)⁻¹ and -(B + τI)⁻¹ g."""
         weight = bias = None
         if gradient.weight is not None and self.times_input_inverse is not None:
-            weight = -self.output_inverse @ self.times_input_inverse(form_gradient(gradient.weight))
+            weight = -self.output_inverse(self.times_input_inverse(form_gradient(gradient.weight)))
         if gradient.bias is not None:
-            bias = -self.bias_inverse @ gradient.bias
+            bias = -self.bias_inverse(gradient.bias)
         return weight, bias
 
 
@@ -63,35 +65,55 @@ def _times_input_inverse(inputs: InputFactors, system: FactoredSystem) -> Callab
     if system.kind == "mean":
         a = inputs.mean
         return lambda g: (g - torch.outer(g @ a, a) / (gamma + a @ a)) / gamma
-    matrix = inputs.full.to_dense()
-    _require_finite(matrix)
-    inverse = _inverse(matrix, gamma)
+    if isinstance(inputs.full, DiagonalFactor):
+        diagonal = _require_finite(inputs.full.values) + gamma
+        return lambda g: g / diagonal
+    inverse = _inverse(inputs.full, gamma)
     return lambda g: g @ inverse
 
 
-def _inverse(matrix: Tensor, shift: Tensor | float) -> Tensor:
+def _inverse_times(factor: Factor, shift: Tensor | float) -> Callable[[Tensor], Tensor]:
+    """X ↦ (F + shift I)⁻¹ X."""
+    if isinstance(factor, DiagonalFactor):
+        inverted = DiagonalFactor(1 / (_require_finite(factor.values) + shift))
+        return inverted.matmul
+    inverse = _inverse(factor, shift)
+    return lambda x: inverse @ x
+
+
+def _inverse(factor: Factor, shift: Tensor | float) -> Tensor:
     """(F + shift I)⁻¹."""
+    matrix = _require_finite(factor.to_dense())
     return torch.linalg.inv(matrix + shift * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device))
 
 
-def _require_finite(matrix: Tensor) -> None:
-    """An inverse can be finite though the matrix is not."""
+def _require_finite(matrix: Tensor) -> Tensor:
+    """The matrix; refused where it is not finite, since its inverse can be finite though it is not."""
     if device.readable(matrix) and not bool(torch.isfinite(matrix.sum())):
         raise NotFiniteError("the matrix to be inverted holds NaN or infinity")
+    return matrix
 
 
 def weight_operator(layer: LayerCurvature, damping: Damping, kind: InputKind) -> FunctionOperator:
     """X ↦ s B X A + τ X."""
-    b, inputs = output_factor(layer).to_dense(), input_factors(layer)
+    b, inputs = _formed(output_factor(layer)), input_factors(layer)
     scale, shift = damping.scale, damping.shift
     if kind == "mean":
         a = inputs.mean
-        return FunctionOperator(lambda x: scale * torch.outer(b @ (x @ a), a) + shift * x)
-    matrix = inputs.full.to_dense()
-    return FunctionOperator(lambda x: scale * (b @ x @ matrix) + shift * x)
+        return FunctionOperator(lambda x: scale * torch.outer(b.matmul(x @ a), a) + shift * x)
+    full = inputs.full
+    if isinstance(full, DiagonalFactor):
+        return FunctionOperator(lambda x: scale * (b.matmul(x) * full.values) + shift * x)
+    matrix = full.to_dense()
+    return FunctionOperator(lambda x: scale * (b.matmul(x) @ matrix) + shift * x)
+
+
+def _formed(factor: Factor) -> Factor:
+    """A factor whose products are those of its matrix; a diagonal one as it is."""
+    return factor if isinstance(factor, DiagonalFactor) else DenseFactor(factor.to_dense())
 
 
 def bias_operator(layer: LayerCurvature, damping: Damping) -> FunctionOperator:
     """x ↦ s B x + τ x."""
-    b = output_factor(layer).to_dense()
-    return FunctionOperator(lambda x: damping.scale * (b @ x) + damping.shift * x)
+    b = _formed(output_factor(layer))
+    return FunctionOperator(lambda x: damping.scale * b.matmul(x) + damping.shift * x)

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from curvlab.architectures import FCNN
+    from curvlab.architectures import Architecture
     from curvlab.criteria import Criterion
-    from curvlab.data import Dataset
+    from curvlab.data import Dataset, InputKind
     from curvlab.problem import Problem
 
 __all__ = ["SETUP", "Setup"]
@@ -78,17 +78,34 @@ class Setup:
                 f"Leave {'it' if len(ignored) == 1 else 'them'} out, or leave out the model"
             )
 
-    def _architecture(self) -> FCNN:
+    def _architecture(self) -> Architecture:
+        """The architecture by name, with the ends that it leaves open taken from the data set."""
         from curvlab.architectures import architecture
 
         name = self.arch or self._fitting()
-        found = architecture(name)
+        found: Any = architecture(name)
         if self.activation is not None:
             found = replace(found, activation=self.activation)
-        if self.arch is None and name == "fcnn" and not imports.is_address(self.data):
+        if imports.is_address(self.data):
+            found = found.fit(*found.sizes)
+        elif self.arch is None and name == "fcnn":
             loaded = self.load_data()
             found = replace(found, widths=(loaded.features, *found.widths[1:-1], loaded.outputs))
-        return found
+        else:
+            found = self._fitted(found)
+        chosen: Architecture = found
+        return chosen
+
+    def _fitted(self, found: Architecture) -> Architecture:
+        """Its open ends taken from the data set, which is loaded only where its settings do not tell."""
+        from curvlab.data import dataset
+
+        source = dataset(self.data)
+        known = source.sizes()
+        if known is None and found.is_open:
+            loaded = source.load(seed=self.seed, data_dir=self.data_dir)
+            known = loaded.shape, loaded.outputs
+        return found if known is None else found.fit(*known)
 
     def _fitting(self) -> str:
         """The name of the architecture that fits the data set: its own, or one by its widths."""
@@ -109,7 +126,14 @@ class Setup:
         return found
 
     def load_data(self) -> Dataset:
-        """The data set by name, on the CPU (`Dataset.to` moves it); raises for a user's own data."""
+        """The data set by name, on the CPU (`Dataset.to` moves it); raises for a user's own data.
+
+        Its inputs are rows, images or tokens, as the architecture takes them. A user's own model gets rows
+        (tokens where the data are), unless an attribute `input_kind = "images"` of it says otherwise.
+
+        >>> Setup(arch="resnet8", data="digits").load_data().train.all()[0].shape
+        torch.Size([1438, 1, 8, 8])
+        """
         if imports.is_address(self.data):
             raise SpecError(
                 f"data `{self.data}` is a user's own batches, which have no training and test split"
@@ -118,12 +142,12 @@ class Setup:
         from curvlab.data import dataset
 
         found = dataset(self.data).load(seed=self.seed, data_dir=self.data_dir)
-        reconstructs = (
-            self.arch is not None
-            and self.model is None
-            and getattr(architecture(self.arch), "reconstructs", False)
-        )
-        return found.reconstruction() if reconstructs else found
+        if self.model is not None:
+            usual: InputKind = "tokens" if found.kind == "tokens" else "rows"
+            return found.given_as(getattr(imports.load(self.model, "model"), "input_kind", usual))
+        chosen = architecture(self.arch or self._fitting())
+        fitting = found.given_as(chosen.input_kind)
+        return fitting.reconstruction() if self.arch is not None and chosen.reconstructs else fitting
 
     def build_model(self) -> nn.Module:
         """The model: the named architecture from the seed, or the user's own."""
@@ -158,8 +182,7 @@ class Setup:
         if not imports.is_address(self.data):
             data = self.load_data()
             inputs, targets = next(iter(data.batches(min(self.batch, len(data.train)), seed=self.seed)))
-            real = targets.is_floating_point()
-            return inputs.to(device, dtype), targets.to(device, dtype) if real else targets.to(device)
+            return _moved(inputs, device, dtype), _moved(targets, device, dtype)
         made = imports.load(self.data, "data")
         return imports.call(made, self.data, "data") if callable(made) else made
 
@@ -174,6 +197,11 @@ class Setup:
         if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], Tensor):
             return Problem(model, self.build_criterion(), made[0], made[1])
         return Problem(model, self.build_criterion(), made)
+
+
+def _moved(values: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """On `device`; in `dtype` unless they are classes or tokens."""
+    return values.to(device, dtype) if values.is_floating_point() else values.to(device)
 
 
 SETUP = settings_of(Setup)

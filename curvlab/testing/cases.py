@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from curvlab.exceptions import ProblemError
 from curvlab.problem import Problem
 
 __all__ = ["Case", "provider_cases", "solver_cases"]
@@ -44,9 +45,14 @@ class Case:
     def of(cls, problem: Problem) -> Case:
         """The parts of a user's own problem; a stream's batches are joined."""
         batches = list(problem.batches())
-        inputs = torch.cat([batch.inputs for batch in batches])
+        given = [batch.inputs for batch in batches if isinstance(batch.inputs, Tensor)]
+        if len(given) < len(batches):
+            raise ProblemError(
+                "checks take a problem whose inputs are one tensor: wrap the model so that it does"
+            )
+        inputs = torch.cat(given)
         targets = torch.cat([batch.targets for batch in batches])
-        layers = tuple(layer.name for layer in problem.network.selected)
+        layers = tuple(problem.network.parameters)
         return cls(repr(problem), problem.model, problem.criterion, inputs, targets, layers)
 
     def problem(self, dtype: torch.dtype = torch.float64) -> Problem:

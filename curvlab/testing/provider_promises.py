@@ -109,8 +109,7 @@ def check_refusal(subject: Subject) -> None:
 def check_blocks(subject: Subject) -> None:
     """One finite block a parameter, of its name, shape and dtype."""
     curvature, problem = subject.curvature, subject.problem
-    layers = problem.network.selected
-    names = [name for layer in layers for name in (layer.weight_name, layer.bias_name) if name is not None]
+    names = [name for layer in problem.layers for name in layer.names]
     require(list(curvature.blocks) == names, f"its blocks are {list(curvature.blocks)}; expected {names}")
     for name, block in curvature.blocks.items():
         parameter = problem.model.get_parameter(name)

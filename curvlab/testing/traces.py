@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from curvlab.model.calling import tensors_of
 from curvlab.problem import Problem
 
 __all__ = ["differences", "mark", "state_of"]
@@ -36,7 +37,9 @@ def state_of(problem: Problem) -> dict[str, Any]:
     for name, tensor in tensors.items():
         state |= _tensor(f"`{name}`", tensor)
     for batch in problem.batches():
-        state |= _tensor("the inputs", batch.inputs) | _tensor("the targets", batch.targets)
+        for index, tensor in enumerate(tensors_of(batch.inputs)):
+            state |= _tensor(f"the inputs ({index + 1})" if index else "the inputs", tensor)
+        state |= _tensor("the targets", batch.targets)
     return state | _process()
 
 

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -37,6 +37,8 @@ class Use(ABC):
     """
 
     kind: ClassVar[str]
+    works_on_rows: ClassVar[bool] = False
+    """Whether each row of the last dimension is used by itself, wherever the examples stand."""
 
     inputs: Tensor
     examples: int
@@ -48,6 +50,15 @@ class Use(ABC):
         `gradient`, (…, *output), holds the gradients of Σ_i ξ_i at the function's output; leading dimensions
         (several draws of labels, say) are kept.
         """
+
+    def narrow(self, first: int, last: int) -> Self:
+        """The same use for the examples from `first` up to `last` only."""
+        folds = self.folds
+        return replace(self, inputs=self.inputs[first * folds : last * folds], examples=last - first)
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether a parameter of this shape is shared by all examples of the batch."""
+        return True
 
     @property
     def folds(self) -> int:
@@ -113,6 +124,14 @@ class WeightUse(Use):
         for first, last in self.chunks():
             total += torch.einsum("bs,bsgn->gn", weights[first:last], self.input_rows(first, last))
         return total
+
+    def example_mean_inputs(self, weights: Tensor) -> Tensor:
+        """Σ_p w_ip h_ip of every example, (examples, G, n), for weights (examples, S)."""
+        pieces = [
+            torch.einsum("bs,bsgn->bgn", weights[first:last], self.input_rows(first, last))
+            for first, last in self.chunks()
+        ]
+        return torch.cat(pieces)
 
     def input_second_moment(self, weights: Tensor) -> Tensor:
         """Σ_ip w_ip h_ip h_ipᵀ, (G, n, n), for weights (examples, S), in bounded memory."""

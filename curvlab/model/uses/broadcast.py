@@ -38,6 +38,8 @@ __all__ = [
 class BroadcastUse(Use):
     """A parameter that stands beside a batch; `inputs` have the shape of the function's output."""
 
+    works_on_rows: ClassVar[bool] = True
+
     @abstractmethod
     def _contributions(self, gradient: Tensor) -> Tensor:
         """g ⊙ ∂z/∂θ, entry by entry of the output: (…, *output)."""
@@ -46,11 +48,16 @@ class BroadcastUse(Use):
         """The parameter's shape as torch's broadcasting reads it, from the last dimension."""
         return shape
 
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        aligned = self._aligned(shape)
+        missing = self.inputs.ndim - len(aligned)
+        return missing > 0 or (missing == 0 and aligned[0] == 1)
+
     def example_gradients(self, gradient: Tensor, shape: tuple[int, ...]) -> Tensor:
         output = self.inputs.shape
         aligned = self._aligned(shape)
         missing = len(output) - len(aligned)
-        if missing < 0 or (missing == 0 and aligned[0] != 1):
+        if not self.fits(shape):
             raise ProblemError(
                 f"A parameter of shape {shape} meets a batch of shape {tuple(output)}: it has entries of its "
                 f"own for every example, or more dimensions than the batch. Expected one that all examples "
@@ -112,6 +119,11 @@ class ScaleShiftUse(BroadcastUse):
 
     normalise: Callable[[Tensor], Tensor]
     channels_first: bool
+
+    @property
+    def works_on_rows(self) -> bool:  # type: ignore[override]
+        """Not where a channel is a dimension of its own behind the examples."""
+        return not self.channels_first
 
     def _aligned(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (*shape, *(1,) * (self.inputs.ndim - 2)) if self.channels_first else shape

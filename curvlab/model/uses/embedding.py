@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar, Self
 
@@ -29,6 +29,7 @@ class EmbeddingUse(WeightUse):
     """
 
     kind: ClassVar[str] = "embedding"
+    works_on_rows: ClassVar[bool] = True
     vocabulary: int
     dtype: torch.dtype
     padding: int | None = None
@@ -124,6 +125,7 @@ class EmbeddingBagUse(EmbeddingUse):
     """
 
     kind: ClassVar[str] = "embedding bag"
+    works_on_rows: ClassVar[bool] = False
     mean: bool = True
     coefficients: Tensor | None = None
 
@@ -157,6 +159,11 @@ class EmbeddingBagUse(EmbeddingUse):
         bags = torch.where(inside, tokens[places], filler)
         factors = None if coefficients is None else torch.where(inside, coefficients[places], 0)
         return cls(bags, examples, vocabulary, dtype, filler, mean, factors)
+
+    def narrow(self, first: int, last: int) -> Self:
+        rows = slice(first * self.folds, last * self.folds)
+        coefficients = None if self.coefficients is None else self.coefficients[rows]
+        return replace(super().narrow(first, last), coefficients=coefficients)
 
     @property
     def positions_shape(self) -> tuple[int, ...] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from torch import Tensor
 
@@ -32,6 +32,7 @@ class LinearUse(WeightUse):
     """
 
     kind: ClassVar[str] = "linear"
+    works_on_rows: ClassVar[bool] = True
     transposed: bool = False
     parts: int = 1
 
@@ -96,6 +97,10 @@ class BilinearUse(WeightUse):
     @property
     def parts(self) -> int:
         return 1
+
+    def narrow(self, first: int, last: int) -> Self:
+        second = self.second[first * self.folds : last * self.folds]
+        return replace(super().narrow(first, last), second=second)
 
     @property
     def _sides(self) -> tuple[LinearUse, LinearUse]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from curvlab.defaults import NEWTON_LIMIT
 from curvlab.problem import Problem
@@ -95,8 +96,8 @@ def newton(problem: Problem, alpha: float, *, parameters: int = NEWTON_LIMIT) ->
 def _sizes(problem: Problem) -> dict[str, int]:
     """How many numbers each parameter with a block has."""
     parameters = dict(problem.model.named_parameters())
-    names = [name for layer in problem.network.selected for name in (layer.weight_name, layer.bias_name)]
-    return {name: parameters[name].numel() for name in names if name is not None}
+    names = [name for layer in problem.layers for name in layer.names]
+    return {name: parameters[name].numel() for name in names}
 
 
 def _reason(solution: Solution, name: str) -> str:
@@ -110,11 +111,11 @@ def _reason(solution: Solution, name: str) -> str:
 
 def _in_float64(problem: Problem) -> Problem:
     model = copy.deepcopy(problem.model).to("cpu", torch.float64)
-    layers = [layer.name for layer in problem.network.selected]
-    batches = [(b.inputs.to("cpu", torch.float64), _real(b.targets)) for b in problem.batches()]
-    if problem.streamed:
-        return Problem(model, problem.criterion, batches, layers=layers)
-    return Problem(model, problem.criterion, *batches[0], layers=layers)
+    batches = [(pytree.tree_map_only(Tensor, _real, b.inputs), _real(b.targets)) for b in problem.batches()]
+    data = (batches,) if problem.streamed else batches[0]
+    chosen = list(problem.network.parameters)
+    output = problem.network.call.output
+    return Problem(model, problem.criterion, *data, layers=chosen, l2=problem.l2, output=output)
 
 
 def _real(targets: Tensor) -> Tensor:

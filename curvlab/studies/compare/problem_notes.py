@@ -18,7 +18,7 @@ def problem_notes(problem: Problem) -> list[str]:
     >>> problem_notes(Problem(model, "cross-entropy", torch.eye(4), torch.tensor([0, 1, 0, 1])))[0][:37]
     'PCH and Gauss-Newton are the same her'
     """
-    chain, criterion = problem.network.chain, problem.criterion
+    chain, criterion = problem.chain, problem.criterion
     found = []
     straight = chain is not None and all(activation.piecewise_linear for activation in chain.activations)
     if straight and criterion.convex:
@@ -39,16 +39,14 @@ def problem_notes(problem: Problem) -> list[str]:
 def _outside(problem: Problem) -> list[str]:
     """That some trainable parameters have no block."""
     trainable = {name: p for name, p in problem.model.named_parameters() if p.requires_grad}
-    layers = problem.network.selected
-    covered = {name for layer in layers for name in (layer.weight_name, layer.bias_name)}
-    left = [name for name in trainable if name not in covered]
+    left = problem.network.left_out
     if not left:
         return []
     share = sum(trainable[name].numel() for name in left) / sum(p.numel() for p in trainable.values())
     named = ", ".join(f"`{name}`" for name in left[:4]) + (", …" if len(left) > 4 else "")
     return [
         f"{len(left)} of {len(trainable)} trainable parameters ({share:.0%} of the entries: {named}) have no "
-        "curvature here, because they belong to no Linear layer: errors, times and memory are of the rest."
+        "curvature here, because layers=[…] leaves them out: errors, times and memory are of the rest."
     ]
 
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from curvlab.model.graph import Chain
+from curvlab.model.layers import Chain
 from curvlab.model.recording import ChainRecording
 from curvlab.problem import Problem
 from curvlab.providers.hessian import chunks, layer_hessians
@@ -49,7 +49,7 @@ def bounds(problem: Problem) -> pd.DataFrame:
     """
     import pandas as pd
 
-    chain = problem.network.require_chain("bounds")
+    chain = problem.require_chain("bounds")
     hidden = [index for index, layer in enumerate(chain.layers[:-1]) if layer.selected]
     moments: dict[int, _Moments] = {}
     for recording in problem.recordings() if hidden else ():

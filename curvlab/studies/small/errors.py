@@ -113,8 +113,7 @@ Measured = dict[str, float]  # errors and norms of one layer, or of all, by the 
 
 def _numbers(problem: Problem) -> list[int]:
     """The place of each layer that has blocks, counted from 1 at the input."""
-    network = problem.network
-    layers = network.layers if network.chain is None else network.chain.layers
+    layers = problem.layers if problem.chain is None else problem.chain.layers
     return [index for index, layer in enumerate(layers, start=1) if layer.selected]
 
 
@@ -144,7 +143,7 @@ def _norm(matrix: Tensor) -> float:
 
 
 def _yardsticks(problem: Problem, numbers: list[int]) -> list[WeightYardstick]:
-    problem.network.require_chain("errors(weights=True)")
+    problem.require_chain("errors(weights=True)")
     if problem.streamed:
         raise ProblemError(
             "errors(weights=True) compares examples pair by pair and was given a stream; expected a "
@@ -323,7 +322,7 @@ def _hessian_columns(
     recording: ChainRecording, position: int, product: Callable[[Tensor], Tensor]
 ) -> Iterator[Tensor]:
     """`product` of the unit vectors, a slab (columns, examples, n_t) after the other."""
-    size, examples = recording.chain.layers[position].module.out_features, recording.examples
+    size, examples = recording.chain.layers[position].out_features, recording.examples
     step = max(1, COLUMN_BYTES // (examples * size * recording.logits.element_size()))
     for start in range(0, size, step):
         stop = min(start + step, size)

@@ -1,6 +1,6 @@
 """Problems of fake tensors: shapes, dtypes and devices of a real one, without its memory.
 
-A named architecture is made from its widths alone, so that no data set need be there; a user's own model or
+A named architecture is made from its settings alone, so that no data set need be there; a user's own model or
 data is built as it is, and its tensors are then replaced by fake ones.
 """
 
@@ -9,15 +9,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
 
 from curvlab import imports
-from curvlab.architectures import architecture
+from curvlab.architectures import InputKind, architecture
 from curvlab.exceptions import ProblemError
 from curvlab.problem import Problem
 from curvlab.studies.setup import Setup
@@ -52,12 +52,17 @@ def _of_problem(problem: Problem, mode: FakeTensorMode) -> Problem:
         )
     model, batch = _fake_model(problem.model, mode), next(problem.batches())
     with mode:
-        inputs, targets = _fake(batch.inputs, mode), _fake(batch.targets, mode)
-        return Problem(model, problem.criterion, inputs, targets, layers=_layers(problem))
-
-
-def _layers(problem: Problem) -> list[str]:
-    return [layer.name for layer in problem.network.selected]
+        inputs = pytree.tree_map_only(Tensor, lambda tensor: _fake(tensor, mode), batch.inputs)
+        targets = _fake(batch.targets, mode)
+        return Problem(
+            model,
+            problem.criterion,
+            inputs,
+            targets,
+            layers=list(problem.network.parameters),
+            l2=problem.l2,
+            output=problem.network.call.output,
+        )
 
 
 def _fake_model(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
@@ -77,23 +82,25 @@ def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
 
 def _of_setup(setup: Setup, mode: FakeTensorMode) -> Problem:
     setup = setup.resolve()
-    features, outputs = _sizes(setup)
+    kind, shape, outputs = _sizes(setup)
     criterion = setup.build_criterion()
     with mode:
         model = setup.build_model().eval()
-        inputs = torch.empty(setup.batch, features, dtype=setup.torch_dtype, device=setup.device)
-        labels = torch.empty(setup.batch, dtype=torch.int64, device=setup.device)
-        real = inputs.new_empty(setup.batch, outputs)
+        terms = shape if kind == "tokens" else ()  # a prediction for every token
+        labels = torch.zeros(setup.batch, *terms, dtype=torch.int64, device=setup.device)
+        real = torch.empty(setup.batch, *terms, outputs, dtype=setup.torch_dtype, device=setup.device)
+        inputs = labels if kind == "tokens" else real.new_empty(setup.batch, *shape)
         try:
             return Problem(model, criterion, inputs, labels)
         except ProblemError:
             return Problem(model, criterion, inputs, real)
 
 
-def _sizes(setup: Setup) -> tuple[int, int]:
-    """Inputs and outputs: of the architecture, or of the data where the model is the user's own."""
+def _sizes(setup: Setup) -> tuple[InputKind, tuple[int, ...], int]:
+    """Kind and shape of the inputs, and outputs: of the architecture, or else of the data."""
     if setup.arch is not None:
-        widths = architecture(setup.arch).widths
-        return widths[0], widths[-1]
-    data = replace(setup, arch=None).load_data()
-    return data.features, data.outputs
+        chosen = architecture(setup.arch)
+        return chosen.input_kind, *chosen.sizes
+    data = setup.load_data()
+    kind = data.kind if data.train.shaped or data.kind == "tokens" else "rows"
+    return kind, (data.shape if kind != "rows" else (data.features,)), data.outputs

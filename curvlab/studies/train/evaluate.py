@@ -1,6 +1,8 @@
 """Loss and accuracy of a model over examples.
 
 loss = Σ c_i ξ_i / Σ c_i,    accuracy = the share of examples whose largest logit is their class
+
+Where the model gives several predictions per example, (examples, length, outputs), each counts as one.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from curvlab.data import Examples
 from curvlab.data.dataset import Batches
 from curvlab.distributed.communicator import LOCAL, Communicator
 from curvlab.distributed.launch import shard
+from curvlab.model.terms import LossTerms
 
 __all__ = ["Score", "evaluate"]
 
@@ -38,6 +41,9 @@ def evaluate(
     total = weight = correct = 0.0
     for inputs, targets in _chunks(examples, communicator):
         logits = model(inputs)
+        if logits.ndim > 2:
+            terms = LossTerms.of(criterion, logits, targets)
+            logits, targets = terms.logits, terms.targets
         weights = criterion.weights(logits, targets)
         weights = logits.new_ones(len(logits)) if weights is None else weights
         total += float((weights * criterion.losses(logits, targets)).double().sum())
@@ -48,7 +54,7 @@ def evaluate(
         device = next(model.parameters()).device
         sums = torch.tensor([total, weight, correct], dtype=torch.float64, device=device)
         total, weight, correct = communicator.sum(sums).tolist()
-    accuracy = correct / len(examples) if examples.labels is not None else nan
+    accuracy = correct / examples.labels.numel() if examples.labels is not None else nan
     return Score(total / weight if weight else nan, accuracy)
 
 

@@ -30,6 +30,7 @@ from curvlab.studies.store import Row, Store, refuse_foreign_results
 from curvlab.studies.toml import read_toml, toml_text
 from curvlab.studies.train.checkpoint import read_checkpoint, write_checkpoint
 from curvlab.studies.train.columns import rate_words, rates_of
+from curvlab.studies.train.optimizers import optimizers
 from curvlab.studies.train.plan import TrainPlan
 
 __all__ = ["TrainFolder", "frame_of", "steps_in"]
@@ -178,9 +179,17 @@ def _flat(fields: dict[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in fields.items():
         if name == "optimizer":
-            value = {"name": (spec := specs.parse(value)).name, **spec.fields}
+            value = {"name": (spec := specs.parse(_spelt_out(value))).name, **spec.fields}
         flat |= {f"{name}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {name: value}
     return flat
+
+
+def _spelt_out(optimizer: str) -> str:
+    """An optimizer's text with the fields that were added since it was written, which had their defaults."""
+    try:
+        return optimizers.canonical(optimizers.make(optimizer).resolve())
+    except SpecError:
+        return optimizer
 
 
 def _text(fields: dict[str, Any], name: str) -> str:

@@ -92,10 +92,22 @@ class GradientSteps:
 
         with torch.enable_grad():
             logits = self.model(inputs)
+        if logits.ndim > 2:
+            return self._backpropagate_terms(logits, targets)
         values = logits.detach()
         weights = self._row_weights(values, targets)
         logits.backward(self.criterion.gradients(values, targets) * weights[:, None])
         return self._reduce(weights @ self.criterion.losses(values, targets))
+
+    def _backpropagate_terms(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The same where an example has several predictions, each with a target of its own."""
+        from curvlab.model.terms import LossTerms
+
+        terms = LossTerms.of(self.criterion, logits, targets)
+        weights = self._row_weights(terms.logits, terms.targets)
+        gradients = self.criterion.gradients(terms.logits, terms.targets)
+        logits.backward(terms.as_logits(gradients, weights.reshape(terms.examples, terms.per_example)))
+        return self._reduce(weights @ self.criterion.losses(terms.logits, terms.targets))
 
     def _row_weights(self, logits: Tensor, targets: Tensor) -> Tensor:
         """c_i / Σ c_j, the sum over the rows of all ranks."""

@@ -285,7 +285,7 @@ class TrainRun:
     def plateau(self) -> Plateau:
         """The plateau of the examples behind the training loss."""
         with torch.no_grad():
-            outputs = self.model(self.evaluated.batch(torch.arange(1))[0]).shape[1]
+            outputs = self.model(self.evaluated.batch(torch.arange(1))[0]).shape[-1]
         return Plateau.of(self.criterion, self.evaluated, outputs, self.plan.setup.torch_dtype)
 
     @property

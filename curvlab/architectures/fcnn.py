@@ -1,4 +1,4 @@
-"""Fully-connected networks by name and by widths.
+"""Fully-connected networks by their widths.
 
 `fcnn[widths=n₀-n₁-…-n_k,activation=σ]` is the network h⁰ = x, zᵗ = Wᵗ hᵗ⁻¹ + bᵗ, hᵗ = σ(zᵗ) for
 t < k, with output zᵏ: an `nn.Sequential` of Linear, activation, …, Linear, whose parameters are
@@ -13,27 +13,26 @@ rounding), and torch's global random state stays as it was.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from itertools import pairwise
+from math import prod
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from curvlab import specs
 from curvlab.activations import by_name, module_of
+from curvlab.architectures.base import Architecture, InputKind, Sizes
 from curvlab.exceptions import SpecError
 from curvlab.measure.device import readable
-from curvlab.registry import Registry
 
-__all__ = ["FCNN", "Architecture", "Autoencoder", "architecture", "architectures"]
+__all__ = ["FCNN", "INITIALISERS", "Autoencoder"]
 
 INITIALISERS = {"xavier-uniform": nn.init.xavier_uniform_, "xavier-normal": nn.init.xavier_normal_}
 
 
 @dataclass(frozen=True)
-class FCNN:
+class FCNN(Architecture):
     """A fully-connected network, by the widths of its layers, the input's first.
 
     >>> FCNN(widths=(4, 3, 2), activation="tanh").build(seed=0)
@@ -49,8 +48,7 @@ class FCNN:
     bias: bool = True
     init: Literal["xavier-uniform", "xavier-normal"] = "xavier-uniform"
 
-    reconstructs: ClassVar[bool] = False
-    """Whether the network's targets are its inputs."""
+    input_kind: ClassVar[InputKind] = "rows"
 
     def __post_init__(self) -> None:
         _check_widths(self.widths)
@@ -58,23 +56,30 @@ class FCNN:
         if self.init not in INITIALISERS:
             raise SpecError(f"init is `{self.init}`; use one of {', '.join(INITIALISERS)}")
 
+    @property
+    def sizes(self) -> Sizes:
+        """The widths at both ends."""
+        return Sizes((self.widths[0],), self.widths[-1])
+
     def build(
         self,
         seed: int = 0,
         *,
-        inputs: int | None = None,
+        inputs: int | tuple[int, ...] | None = None,
         outputs: int | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> nn.Sequential:
         """A fresh network with weights drawn by `seed`; `inputs` and `outputs` replace the end widths.
 
-        On the meta device, and under a fake tensor mode, nothing is drawn.
+        A shape as `inputs` counts with all its features, as the network takes it flattened. On the meta
+        device, and under a fake tensor mode, nothing is drawn.
 
         >>> FCNN(widths=(64, 8, 10)).build(inputs=20, device="meta")[0].weight.shape
         torch.Size([8, 20])
         """
-        widths = self._fitted(inputs, outputs)
+        features = prod(inputs) if isinstance(inputs, tuple) else inputs
+        widths = self._fitted(features, outputs)
         generator = torch.Generator().manual_seed(seed)
         modules: list[nn.Module] = []
         for fan_in, fan_out in pairwise(widths):
@@ -136,35 +141,6 @@ class Autoencoder(FCNN):
         return super()._fitted(end, end)
 
 
-Architecture = FCNN
-
-architectures: Registry[FCNN] = Registry("architecture")
-_HIDDEN = (1024, 512, 256, 128, 64, 32, 16)
-architectures.register("fcnn", FCNN, "any fully-connected network, by its widths")
-architectures.register(
-    "cifar10-fcnn", FCNN, "the paper's network for 32×32×3 images", widths=(3072, *_HIDDEN, 10)
-)
-architectures.register(
-    "imagenet10-fcnn", FCNN, "the paper's network for 224×224×3 images", widths=(150_528, *_HIDDEN, 10)
-)
-architectures.register("digits-fcnn", FCNN, "a small network for the digits", widths=(64, 32, 16, 10))
-architectures.register("autoencoder", Autoencoder, "symmetric widths, its targets are its inputs")
-
-
-def architecture(spec: str | FCNN) -> FCNN:
-    """The architecture of a spec: a name, `name[key=value,…]`, or bare widths for an `fcnn`.
-
-    >>> architecture("20-10-5").widths
-    (20, 10, 5)
-    """
-    if isinstance(spec, str) and re.fullmatch(r"[\d-]+", spec.strip()):
-        return FCNN(widths=_parse_widths(spec.strip()))
-    if isinstance(spec, str) and (name := specs.parse(spec).name) not in architectures.names():
-        known = specs.unknown("architecture", name, architectures.names())
-        raise SpecError(f"{known} Widths joined by dashes, such as 64-32-10, are an architecture too.")
-    return architectures.make(spec)
-
-
 def _linear(weight: Tensor, bias: bool) -> nn.Linear:
     # made on the meta device: nn.Linear's own initialisation would advance the global random state
     fan_out, fan_in = weight.shape
@@ -173,13 +149,6 @@ def _linear(weight: Tensor, bias: bool) -> nn.Linear:
     if bias:
         linear.bias = nn.Parameter(weight.new_zeros(fan_out))
     return linear
-
-
-def _parse_widths(text: str) -> tuple[int, ...]:
-    parts = text.split("-")
-    if "" in parts:
-        raise SpecError(f"widths `{text}` are not positive integers joined by dashes; write e.g. 64-32-10")
-    return tuple(int(part) for part in parts)
 
 
 def _check_widths(widths: tuple[int, ...]) -> None:

@@ -1,0 +1,89 @@
+"""Matrix-free blocks of any model: every parameter's block of the Hessian or of the Gauss-Newton matrix.
+
+    block of θ_a       v ↦ ∂²/∂θ_a² E[ξ] v            for one parameter at a time
+    all blocks         v ↦ ∇² E[ξ] v                  cross blocks included, with structure=full
+
+Products run the model (`curvlab.model.products`). A single batch's graphs are kept with the curvature, so
+that each further product is one or two backward passes; a stream is run again for every product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from curvlab.curvature_layers import OperatorLayer
+from curvlab.linalg import OperatorBlock
+from curvlab.model.products import BatchProducts, ModelProducts
+from curvlab.problem import Problem
+from curvlab.providers.base import ProblemSnapshot
+
+__all__ = ["ModelOperator"]
+
+Which = Literal["hessian", "gauss_newton"]
+
+
+class ModelOperator:
+    """Products with one of the two matrices of a problem's data, by parameter name."""
+
+    def __init__(self, problem: Problem, which: Which) -> None:
+        self.snapshot, self.problem, self.which = ProblemSnapshot.of(problem), problem, which
+        self.parameters = problem.network.parameters
+        self._products = ModelProducts(
+            problem.network.call,
+            problem.criterion,
+            self.parameters,
+            torch_layout=problem.torch_layout,
+        )
+        self._held: BatchProducts | None = None
+
+    def _batches(self) -> Iterator[BatchProducts]:
+        """The batches with their graphs; that of a single one is kept."""
+        self.snapshot.check_unchanged()
+        if self._held is not None:
+            yield self._held
+            return
+        for batch in self.problem.batches():
+            made = self._products.prepare(batch.inputs, batch.targets)
+            if not self.problem.streamed:
+                self._held = made
+            yield made
+
+    def products(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The matrix over the parameters named in `vectors`, times them."""
+        sums = {name: torch.zeros_like(self.parameters[name]).detach() for name in vectors}
+        weights = []
+        for batch in self._batches():
+            found = batch.hessian(vectors) if self.which == "hessian" else batch.gauss_newton(vectors)
+            for name, value in found.items():
+                sums[name] += value
+            weights.append(batch.total_weight)
+        total = torch.stack(weights).sum()
+        return {name: value / total for name, value in sums.items()}
+
+    def full_product(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """All blocks at once, cross blocks included."""
+        return self.products({name: vectors[name] for name in self._names()})
+
+    def _names(self) -> list[str]:
+        return [name for layer in self.problem.layers for name in layer.names]
+
+    def block(self, name: str) -> OperatorBlock:
+        """The diagonal block of one parameter."""
+        parameter = self.parameters[name].detach()
+        return OperatorBlock(tuple(parameter.shape), lambda x: self.products({name: x})[name], parameter)
+
+    def layers(self) -> tuple[OperatorLayer, ...]:
+        """One layer of blocks for each of the problem's layers."""
+        return tuple(
+            OperatorLayer(
+                layer.name,
+                {name: self.block(name) for name in layer.names},
+                weight_name=layer.weight_name,
+                bias_name=layer.bias_name,
+            )
+            for layer in self.problem.layers
+        )

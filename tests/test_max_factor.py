@@ -1,0 +1,81 @@
+"""Sides that are wider than `max_factor` and have more rows than that are diagonal, and nothing else is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import curvlab
+from curvlab.linalg import DiagonalFactor, GramFactor
+
+
+def chain() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+
+
+class Tokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(9, 4), nn.Linear(4, 9)
+        self.positions = nn.Parameter(torch.randn(5, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.embed(x) + self.positions))
+
+
+def problem(model: nn.Module, examples: int) -> curvlab.Problem:
+    torch.manual_seed(1)
+    if isinstance(model, Tokens):
+        tokens = torch.randint(0, 9, (examples, 5))
+        return curvlab.Problem(model, "cross-entropy", tokens, tokens.flip(1))
+    x, y = torch.randn(examples, 7).double(), torch.randint(0, 3, (examples,))
+    return curvlab.Problem(model, "cross-entropy", x, y)
+
+
+@pytest.mark.parametrize("provider", ["fisher", "fisher[kind=exact]", "gauss-newton[kind=rows]"])
+def test_a_chain_s_wide_sides_with_many_rows_are_diagonal(provider: str) -> None:
+    opened = provider.rstrip("]").replace("[", "[") + ("," if "[" in provider else "[") + "max_factor=5]"
+    whole = curvlab.estimate(provider, problem(chain(), 8))
+    cut = curvlab.estimate(opened, problem(chain(), 8))
+    first, second = cut.layers
+    assert isinstance(first.inputs.full, DiagonalFactor)
+    assert isinstance(first.output, DiagonalFactor)
+    assert isinstance(second.inputs.full, DiagonalFactor)
+    assert not isinstance(second.output, DiagonalFactor), "three outputs are not many"
+    for name, block in cut.blocks.items():
+        torch.testing.assert_close(block.diagonal(), whole.blocks[name].diagonal())
+    few = curvlab.estimate(opened.replace("kind=exact,", ""), problem(chain(), 4)).layers[0]
+    assert isinstance(few.inputs.full, GramFactor), "few rows are kept, however wide"
+
+
+def test_a_vocabulary_head_and_a_wide_parameter_are_diagonal_and_said_to_be() -> None:
+    model = Tokens().double()
+    whole = curvlab.estimate("fisher", problem(model, 6))
+    cut = curvlab.estimate("fisher[max_factor=8]", problem(model, 6))
+    head = next(layer for layer in cut.layers if layer.name == "head")
+    assert isinstance(head.parts[0].output, DiagonalFactor)
+    assert head.parts[0].inputs.full.size == 4
+    assert not isinstance(head.parts[0].inputs.full, DiagonalFactor)
+    for name in ("head.weight", "positions"):
+        torch.testing.assert_close(cut.blocks[name].diagonal(), whole.blocks[name].diagonal())
+    said = " ".join(cut.notes)
+    assert "`head`" in said
+    assert "`positions`" in said
+    gradient = problem(model, 6).gradient()
+    for solver in ("kfi", "sm-kfi", "cg[max_iter=50]", "ea-cg", "exact"):
+        solution = curvlab.solve(solver, cut, gradient, alpha=0.1)
+        assert all(bool(torch.isfinite(step).all()) for step in solution.direction.values())
+
+
+def test_a_stream_turns_diagonal_when_its_rows_become_many() -> None:
+    model = chain()
+    torch.manual_seed(1)
+    x, y = torch.randn(8, 7).double(), torch.randint(0, 3, (8,))
+    batches = [(x[:3], y[:3]), (x[3:], y[3:])]
+    streamed = curvlab.estimate("fisher[max_factor=5]", curvlab.Problem(model, "cross-entropy", batches))
+    whole = curvlab.estimate("fisher[max_factor=5]", curvlab.Problem(model, "cross-entropy", x, y))
+    for name, block in streamed.blocks.items():
+        torch.testing.assert_close(block.diagonal(), whole.blocks[name].diagonal())
+    assert isinstance(streamed.layers[0].inputs.full, DiagonalFactor)
