@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from curvlab.exceptions import ProblemError, StaleError
 from curvlab.model.calling import ModelCall, OutputChoice
 
-__all__ = ["DROPOUTS", "Network", "unwrap"]
+__all__ = ["DROPOUTS", "Network", "unwrap", "uses_batch"]
 
 DROPOUTS = (nn.Dropout, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 DTYPES = (torch.float32, torch.float64)
@@ -101,7 +101,7 @@ class Network:
                     f"layer `{name}` ({type(module).__name__}) is in training mode: its output is random, so "
                     f"the curvature would be that of one random draw. Call model.eval() first"
                 )
-            if isinstance(module, nn.modules.batchnorm._NormBase) and _uses_batch(module):
+            if isinstance(module, nn.modules.batchnorm._NormBase) and uses_batch(module):
                 raise ProblemError(
                     f"layer `{name}` ({type(module).__name__}) uses the statistics of the batch: examples "
                     f"depend on each other, or its running statistics would change. Call model.eval() first "
@@ -239,7 +239,7 @@ def _drops(module: nn.Module) -> bool:
     return isinstance(module, DROPOUTS) and module.p > 0
 
 
-def _uses_batch(module: nn.modules.batchnorm._NormBase) -> bool:
+def uses_batch(module: nn.modules.batchnorm._NormBase) -> bool:
     """Batch normalisation without running statistics always does; instance normalisation then does not."""
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
         return module.training or not module.track_running_stats

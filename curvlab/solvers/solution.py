@@ -195,13 +195,14 @@ class BlockSolution:
 
 @dataclass(frozen=True, eq=False)
 class Solution:
-    """The direction and, for each block, how it was found."""
+    """The direction and, for each block, how it was found; `notes` are those of the curvature."""
 
     solver: str
     provider: str
     damping: Damping
     direction: Direction
     blocks: dict[str, BlockSolution]
+    notes: tuple[str, ...] = ()
 
     def add_to(self, model: nn.Module, lr: float = 1.0) -> None:
         """θ ← θ + lr · d, in place, with no direction of a weight's size formed; all of it or nothing."""
@@ -284,4 +285,5 @@ class Solution:
         )
 
     def _repr_html_(self) -> str:
-        return f"<p>{escape(repr(self))}</p>{self.frame().to_html(index=False)}"
+        notes = "".join(f"<p>{escape(note)}</p>" for note in self.notes)
+        return f"<p>{escape(repr(self))}</p>{notes}{self.frame().to_html(index=False)}"

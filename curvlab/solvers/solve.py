@@ -220,7 +220,7 @@ def _solve_layers(
         steps, found = join_units(layer, own, gradient, damped)
         entries |= steps
         blocks |= found
-    return Solution(chosen.name, curvature.provider, damping, Direction(entries), blocks)
+    return Solution(chosen.name, curvature.provider, damping, Direction(entries), blocks, curvature.notes)
 
 
 def _by_layer(
