@@ -23,11 +23,18 @@ from torch import Tensor
 
 from curvlab.curvature_io import Packed, load_packed, save_packed
 from curvlab.curvature_layers import LayerCurvature, OperatorLayer, unpack_layer
-from curvlab.exceptions import ArgumentError, MatrixFreeError, StaleError, describe_argument
+from curvlab.exceptions import (
+    ArgumentError,
+    MatrixFreeError,
+    StaleError,
+    describe_argument,
+    stacklevel_of_caller,
+)
 from curvlab.linalg import Block, DiagonalFactor, FactorBlock, KroneckerBlock, ShiftedBlock, ViewedBlock
 from curvlab.linalg.blocks import DENSE_BYTES, check_dense_bytes, dense_from
 from curvlab.linalg.factors import frobenius_norm
 from curvlab.linalg.flat import flatten, unflatten
+from curvlab.linalg.precision import FullPrecision
 from curvlab.staleness import Versions, change_message
 
 if TYPE_CHECKING:
@@ -55,7 +62,7 @@ class Definiteness:
 
 
 @dataclass(frozen=True, eq=False)
-class Curvature:
+class Curvature(FullPrecision):
     """A symmetric matrix over the parameters of a model, block by block.
 
     `layers` and `full_product` are of the data part; `shift` is λ of λI, which every product and measure of
@@ -135,7 +142,7 @@ class Curvature:
             again = "and its blocks read them: call estimate() again"
             raise StaleError(change_message(changed, since, again))
         old = "and its blocks are those of the old parameters"
-        warnings.warn(change_message(changed, since, old), StaleWarning, stacklevel=4)
+        warnings.warn(change_message(changed, since, old), StaleWarning, stacklevel=stacklevel_of_caller())
 
     def __matmul__(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if not isinstance(vectors, Mapping):

@@ -7,6 +7,8 @@ derives from the built-in that fits, so ordinary `except ValueError` works too.
 
 from __future__ import annotations
 
+import sys
+
 __all__ = [
     "ArgumentError",
     "CurvatureFileError",
@@ -28,6 +30,7 @@ __all__ = [
     "StoreError",
     "UserCodeError",
     "describe_argument",
+    "stacklevel_of_caller",
 ]
 
 
@@ -118,3 +121,11 @@ def describe_argument(value: object) -> str:
     if isinstance(shape, tuple):
         return f"{type(value).__name__} of shape {tuple(shape)}"
     return f"str ({value!r})" if isinstance(value, str) else type(value).__name__
+
+
+def stacklevel_of_caller() -> int:
+    """The `stacklevel` with which a warning points at the first line outside of curvlab."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("curvlab."):
+        frame, level = frame.f_back, level + 1
+    return level

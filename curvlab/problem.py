@@ -29,9 +29,11 @@ from curvlab.distributed.statistics import (
     Statistic,
     join_statistics,
 )
-from curvlab.exceptions import NoRowsError, ProblemError
+from curvlab.exceptions import NoRowsError, ProblemError, stacklevel_of_caller
 from curvlab.gradient import Gradient, GradientMean, add_decay, gradient_of
+from curvlab.linalg.precision import FullPrecision
 from curvlab.model.calling import Inputs, OutputChoice, tensors_of
+from curvlab.model.float_copy import in_float
 from curvlab.model.graph import Network
 from curvlab.model.layers import Chain, Layer, check_same_layers
 from curvlab.model.probe import record_and_probe
@@ -61,7 +63,7 @@ class Reading:
         return cls(recording.layout, None, recording.no_chain)
 
 
-class Problem:
+class Problem(FullPrecision):
     """A model, a criterion and a batch (or a re-iterable of batches).
 
     Args:
@@ -155,7 +157,7 @@ class Problem:
     @property
     def model(self) -> nn.Module:
         """The model, out of any compile or data-parallel wrapper."""
-        return self.network.model
+        return self.network.given
 
     @property
     def streamed(self) -> bool:
@@ -230,6 +232,20 @@ class Problem:
             return self._read(Batch(inputs, torch.zeros_like(logits)))
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """What is to be said of every result: parameters without a block, and those of low precision."""
+        found = []
+        left_out, copied = self.network.left_out, self.network.copied
+        if left_out:
+            named = ", ".join(f"`{name}`" for name in left_out)
+            found.append(f"no block for {named}: left out by layers=[…]")
+        if copied is not None:
+            found.append(
+                f"the model is in {copied.dtype}: this is the curvature of the float32 function at its values"
+            )
+        return tuple(found)
+
+    @property
     def tensors(self) -> dict[str, Tensor]:
         """All that results depend on: parameters, buffers and, for a single batch, its tensors."""
         return self._tensors_with(self._source.batch if isinstance(self._source, Single) else None)
@@ -266,7 +282,8 @@ class Problem:
                     f"{name} of {what} are on {value.device} but the model is on {example.device}: move one "
                     f"with .to()"
                 )
-            if name == "inputs" and value.is_floating_point() and value.dtype != example.dtype:
+            given = value if self.network.copied is None else in_float(value)
+            if name == "inputs" and given.is_floating_point() and given.dtype != example.dtype:
                 raise ProblemError(
                     f"inputs of {what} are {value.dtype} but the model is {example.dtype}: convert one with "
                     f".to()"
@@ -351,6 +368,7 @@ class Problem:
         if isinstance(self._source, Single):
             yield self.recording().terms
             return
+        self.network.check_unchanged()
         for batch in self.batches():
             with suppress(AllWeightsZeroError), torch.no_grad():
                 logits = self.network.call(batch.inputs)
@@ -465,5 +483,5 @@ def _warn_renamed(old: str, new: str) -> None:
     warnings.warn(
         f"Problem.{old} is now called Problem.{new}; the old name will be gone in the next release",
         DeprecationWarning,
-        stacklevel=3,
+        stacklevel=stacklevel_of_caller(),
     )

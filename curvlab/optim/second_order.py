@@ -26,6 +26,7 @@ from curvlab.defaults import STEP_ALPHA, STEP_LR, STEP_PROVIDER, STEP_SOLVER
 from curvlab.distributed.communicator import communicator_of
 from curvlab.exceptions import ProblemError, SpecError
 from curvlab.gradient import Gradient
+from curvlab.linalg.precision import full_precision
 from curvlab.measure.device import keep_freed_memory
 from curvlab.model.graph import Network, unwrap
 from curvlab.optim.average import average, kept
@@ -110,8 +111,13 @@ class SecondOrder(torch.optim.Optimizer):
         self.batchnorm = _batchnorm(batchnorm, process_group)
         with self._running_statistics(unwrap(model)):
             network = Network.of(model)
-        self._model, self._criterion = network.model, criterion_named(criterion)
-        self._names = {p: name for name, p in network.model.named_parameters()}
+        if self.batchnorm is not None and network.copied is not None:
+            raise SpecError(
+                f'batchnorm="{self.batchnorm}" with a model in {network.copied.dtype}: its running '
+                f"statistics would be those of a float32 copy. Call model.float() first"
+            )
+        self._model, self._criterion = network.given, criterion_named(criterion)
+        self._names = {p: name for name, p in network.given.named_parameters()}
         self._blocks = set(network.parameters)
         self._provider, self._solver = provider, solver
         self._reads = solvers.make(solver).input_factor
@@ -158,6 +164,7 @@ class SecondOrder(torch.optim.Optimizer):
         _rate("weight_decay", group["weight_decay"])
         self._base = None
 
+    @full_precision
     def step(self, inputs: Any, targets: Tensor | None = None) -> Tensor:  # type: ignore[override]
         """Take one step on a batch, or on the (inputs, targets) that a closure returns; returns the loss.
 

@@ -20,7 +20,7 @@ from curvlab.exceptions import SolveError
 from curvlab.gradient import LazyTensors
 from curvlab.linalg import Matrix, RowProduct, Step
 from curvlab.linalg.cg import Outcome
-from curvlab.linalg.steps import as_step
+from curvlab.linalg.steps import add_step, as_step
 from curvlab.model.graph import unwrap
 from curvlab.solvers.damping import Damping, DampingSplit
 from curvlab.solvers.systems import Measures
@@ -222,7 +222,7 @@ class Solution:
                     f"the model's `{name}` has shape {given}; this solution is for one of shape {expected}"
                 )
         for name, step in steps.items():
-            step.add_into(parameters[name], lr)
+            add_step(step, parameters[name], lr)
 
     @property
     def predicted_reduction(self) -> float:
