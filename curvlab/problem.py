@@ -71,7 +71,8 @@ class Problem(FullPrecision):
         criterion: a name (`"cross-entropy"`), a torch loss, a `Criterion`, or a function of
             (logits, target) of one example.
         inputs: a tensor (examples, …), a tuple of them, for model(*x), or a dictionary, for model(**x); or a
-            re-iterable of (inputs, targets) batches, or of dictionaries with `labels`.
+            re-iterable of (inputs, targets) batches, or of dictionaries with `labels`, that shows the same
+            examples in every pass (`curvlab.keep_batches` where augmentation changes them).
         targets: the targets of the batch; None for a re-iterable.
         layers: names of the modules or parameters to analyse; all that is trainable by default.
         l2: λ of λ/2 ‖θ‖², added to the loss; θ are the parameters that have blocks.
