@@ -55,6 +55,7 @@ class Network:
     ) -> Network:
         """Look at `model`, with blocks for all that is trainable or for the modules or parameters named."""
         given = unwrap(model)
+        _refuse_scripted(given)
         _check_initialised(given)
         copied = FloatCopy.of(given, _module_settings)
         model = given if copied is None else copied.model
@@ -223,6 +224,16 @@ def _chosen(model: nn.Module, trainable: Mapping[str, Tensor], layers: Sequence[
         for name, parameter in trainable.items()
         if name in layers or any(name.startswith(prefix) for prefix in prefixes)
     }
+
+
+def _refuse_scripted(model: nn.Module) -> None:
+    scripted = next((n for n, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule)), None)
+    if scripted is not None:
+        what = f"module `{scripted}`" if scripted else "the model"
+        raise ProblemError(
+            f"{what} is TorchScript (torch.jit), which shows none of the functions that it calls. Give the "
+            f"module that it was made of"
+        )
 
 
 def _check_initialised(model: nn.Module) -> None:
