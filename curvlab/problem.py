@@ -29,7 +29,7 @@ from curvlab.distributed.statistics import (
     Statistic,
     join_statistics,
 )
-from curvlab.exceptions import NoRowsError, ProblemError, stacklevel_of_caller
+from curvlab.exceptions import NoRowsError, ProblemError, named_briefly, stacklevel_of_caller
 from curvlab.gradient import Gradient, GradientMean, add_decay, gradient_of
 from curvlab.linalg.precision import FullPrecision
 from curvlab.model.calling import Inputs, OutputChoice, tensors_of
@@ -238,8 +238,7 @@ class Problem(FullPrecision):
         found = []
         left_out, copied = self.network.left_out, self.network.copied
         if left_out:
-            named = ", ".join(f"`{name}`" for name in left_out)
-            found.append(f"no block for {named}: left out by layers=[…]")
+            found.append(f"no block for {named_briefly(left_out)}: left out by layers=[…]")
         if copied is not None:
             found.append(
                 f"the model is in {copied.dtype}: this is the curvature of the float32 function at its values"
@@ -470,7 +469,7 @@ class Problem(FullPrecision):
         else:
             structure = f"{type(self.model).__name__}, {self.network.numel:,} parameters"
         if self.network.left_out:
-            structure += f", {len(self.network.left_out)} trainable ones left out"
+            structure += f", no block for {named_briefly(self.network.left_out)}"
         decay = f", l2={self.l2:g}" if self.l2 else ""
         return f"Problem({structure}, criterion={self.criterion.name}{decay}, {self._source})"
 

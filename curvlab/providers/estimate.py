@@ -105,6 +105,8 @@ class Chosen:
         made = [provider.curvature(context, name) for name, provider in self.named]
         problem = context.problem
         said = problem.notes
+        shapes = {name: tuple(p.shape) for name, p in problem.model.named_parameters()}
+        left_out = {name: shapes[name] for name in problem.network.left_out}
         if autocast_switched_off():
             dtype = str(problem.network.example.dtype).removeprefix("torch.")
             said = (*said, f"autocast is switched off inside: this is the curvature of the {dtype} function")
@@ -114,6 +116,7 @@ class Chosen:
                 versions=versions if one.versions is None else one.versions,
                 shift=problem.l2,
                 notes=(*one.notes, *said),
+                left_out=left_out,
             )
             for one in made
         ]

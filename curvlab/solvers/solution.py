@@ -254,7 +254,9 @@ class Solution:
             }
             for name, block in self.blocks.items()
         ]
-        return pd.DataFrame(rows)
+        frame = pd.DataFrame(rows)
+        frame.attrs["notes"] = list(self.notes)
+        return frame
 
     def trace(self) -> pd.DataFrame:
         """The recursive relative residual by block and iteration, to plot."""
