@@ -8,6 +8,7 @@ those of the problem.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -57,7 +58,7 @@ class Network:
         given = unwrap(model)
         _refuse_scripted(given)
         _check_initialised(given)
-        copied = FloatCopy.of(given, _module_settings)
+        copied = FloatCopy.of(given, _settings_without_modes)
         model = given if copied is None else copied.model
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         chosen = trainable if layers is None else _chosen(model, trainable, layers)
@@ -129,8 +130,11 @@ class Network:
         Numbers, texts and the identities of functions are compared, so that a changed slope, stride, flag or
         forward is seen; what a module keeps in lists or objects of its own is not looked into.
         """
-        modes = tuple(module.training for module in self.given.modules())
-        return _module_settings(self.given), modes, self.structure_key()
+        found: list[Hashable] = []
+        for module in self.given.modules():
+            found.extend(module.__dict__)
+            found.extend(map(_setting, module.__dict__.values()))
+        return tuple(found), self.structure_key()
 
     def structure_key(self) -> Hashable:
         """What a forward's code may ask beside its inputs: modules, modes, hooks and dtypes."""
@@ -169,21 +173,27 @@ def _tree(model: nn.Module) -> tuple[tuple[str, int], ...]:
     return modules + parameters
 
 
-def _module_settings(model: nn.Module) -> Hashable:
-    """The attributes of all modules but their modes."""
-    return tuple(
-        tuple((key, _setting(value)) for key, value in module.__dict__.items() if key != "training")
-        for module in model.modules()
-    )
+# Read at every step, thousands of times in a large model: no isinstance, and no text is made of numbers.
+_PLAIN = frozenset({int, float, str, bool, complex, type(None), torch.Size})
+_TABLES = frozenset({dict, OrderedDict})
+
+
+def _settings_without_modes(model: nn.Module) -> Hashable:
+    """What a copy of the model cannot follow: the attributes of all modules but their modes."""
+    tables = (module.__dict__.items() for module in model.modules())
+    return tuple((key, _setting(value)) for table in tables for key, value in table if key != "training")
 
 
 def _setting(value: object) -> Hashable:
     """A setting by its value where it is simple, by its identity where it is a function, else by its type."""
-    if isinstance(value, int | float | str | bool | complex | tuple | type(None) | torch.Size):
+    kind = type(value)
+    if kind in _PLAIN:
+        return kind, value
+    if kind in _TABLES:
+        return tuple([(key, id(entry)) for key, entry in value.items()]) if value else ()  # type: ignore[attr-defined]
+    if kind is tuple:
         return repr(value)
-    if isinstance(value, dict):
-        return tuple((key, id(entry)) for key, entry in value.items())
-    return id(value) if callable(value) else type(value).__name__
+    return id(value) if callable(value) else kind.__qualname__
 
 
 def _hooks_of(module: nn.Module) -> tuple[Mapping[int, object], ...]:

@@ -57,7 +57,9 @@ class SecondOrder(torch.optim.Optimizer):
         model: any model; every trainable parameter is stepped.
         criterion: a name, a torch loss or a `Criterion`.
         provider: the curvature, by name or as a provider.
-        solver: the solver, by name or as a solver.
+        solver: the solver, by name or as a solver. For one with the mean input factor a provider with
+            `sharing=expand` is estimated with `reduce`, which gives it the same step and is cheaper; the
+            solution's `provider` and `residual_full` are then of that.
         lr: learning rate, a group's own where it has one.
         alpha: the damping, (1-α)C + αI; may be set anew at any time. The default is smaller than the paper's
             0.05, with which `compare` measures. Where all eigenvalues of the curvature are below α the step
@@ -219,12 +221,22 @@ class SecondOrder(torch.optim.Optimizer):
             fresh = estimate(self._provider, problem) if estimating else None
             return loss, gradient, fresh and replace(fresh, notes=(*fresh.notes, NOTE))
         if self.process_group is None:
-            loss, gradient = problem.loss(), problem.gradient()
-            return loss, gradient, estimate(self._provider, problem) if estimating else None
+            with problem.trust_recording():
+                loss, gradient = problem.loss(), problem.gradient()
+                fresh = estimate(self._estimated(problem), problem) if estimating else None
+            return loss, gradient, fresh
         communicator = communicator_of(self.process_group)
         chosen = Chosen.jointly([self._provider] if estimating else [], problem, communicator)
         found = estimate_jointly(chosen, problem, communicator, gradient=True, loss=True)
         return found.joined.loss, found.joined.gradient, found.curvatures[0] if estimating else None
+
+    def _estimated(self, problem: Problem) -> Provider:
+        """The provider, or one that gives the solver the same step from fewer statistics."""
+        provider = providers.make(self._provider)
+        # Levenberg-Marquardt reads the whole matrix besides.
+        if self._reads == "mean" and self.adapt is None:
+            return provider.for_mean_input(problem)
+        return provider
 
     def _curvature(self, problem: Problem, fresh: Curvature | None) -> tuple[Curvature, Curvature | None]:
         """The curvature to step with and the one to keep for later steps, from a new one or the one kept."""
