@@ -11,7 +11,7 @@ hide uses of weights (see `curvlab.model.decompositions`). What is read is what 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,14 +35,19 @@ __all__ = ["Forward", "check_finite", "run_forward"]
 
 @dataclass(frozen=True, eq=False)
 class Forward:
-    """A watched forward pass."""
+    """A watched forward pass.
+
+    `way` is equal for two batches that went the same way through the model; `rows_may_meet` where values
+    decide what becomes of the rows.
+    """
 
     network: Network
     examples: int
     logits: Tensor
     token: Tensor
     watched: WatchedUses
-    calls: tuple[str, ...]
+    way: Hashable
+    rows_may_meet: bool
     read: ReadChain | None
     no_chain: str
 
@@ -86,7 +91,8 @@ def run_forward(network: Network, inputs: Inputs, *, sequences_first: bool = Fal
         network.copied.check_own(leaves_behind(logits))
     watched = WatchedUses.of(watch.uses, watch.unknown, network.parameters)
     read, reason = _result(network, reader, logits)
-    return Forward(network, examples, logits, watch.token, watched, tuple(watch.calls), read, reason)
+    way = (tuple(watch.trace.steps), tuple(seen.reading for seen in watch.uses))
+    return Forward(network, examples, logits, watch.token, watched, way, watch.rows_may_meet, read, reason)
 
 
 def _identities(network: Network) -> set[int]:

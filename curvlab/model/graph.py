@@ -9,8 +9,9 @@ those of the problem.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,7 @@ class Network:
     `left_out` are the trainable parameters that the user's choice of layers leaves without a block. A model
     in bfloat16 or float16 is worked with in a float32 copy of it, `copied`. `probed` are the structures on
     which a recording was compared with the model's own gradients, with whether sequences come before examples
-    in them.
+    in them; `later_batches` counts those that were not.
 
     >>> network = Network.of(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)), ["0"])
     >>> list(network.parameters), network.left_out
@@ -46,6 +47,7 @@ class Network:
     copied: FloatCopy | None = field(default=None, repr=False)
     tree: tuple[tuple[str, int], ...] = field(init=False, repr=False)
     probed: dict[Hashable, bool] = field(default_factory=dict, init=False, repr=False)
+    later_batches: Iterator[int] = field(default_factory=count, init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tree", _tree(self.given))
@@ -135,6 +137,15 @@ class Network:
             found.extend(module.__dict__)
             found.extend(map(_setting, module.__dict__.values()))
         return tuple(found), self.structure_key()
+
+    def has_backward_hooks(self) -> bool:
+        """Whether anything may change gradients on their way: what a hook does may change at any time."""
+        shared = torch.nn.modules.module
+        return (
+            bool(shared._global_backward_hooks or shared._global_backward_pre_hooks)
+            or any(module._backward_hooks or module._backward_pre_hooks for module in self.model.modules())
+            or any(parameter._backward_hooks for parameter in self.model.parameters())
+        )
 
     def structure_key(self) -> Hashable:
         """What a forward's code may ask beside its inputs: modules, modes, hooks and dtypes."""
