@@ -17,8 +17,9 @@ from curvlab.exceptions import SolveError
 from curvlab.linalg import Step
 from curvlab.linalg.factors import max_abs
 from curvlab.measure import device
+from curvlab.solvers.solution import check_parameters
 
-__all__ = ["Change", "check_finite"]
+__all__ = ["Change", "check_finite", "check_writable"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +58,11 @@ class Change:
             return
         self.direction.add_into(self.buffer.mul_(self.momentum), self.scale)
         self.parameter.add_(self.buffer, alpha=self.rate)
+
+
+def check_writable(changes: list[Change]) -> None:
+    """Raise `SolveError` if a parameter cannot be changed in place, before any is."""
+    check_parameters({change.name: change.parameter for change in changes})
 
 
 def check_finite(changes: list[Change]) -> None:

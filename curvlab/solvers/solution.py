@@ -29,7 +29,7 @@ from curvlab.staleness import Versions, change_message
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["BlockSolution", "Direction", "Solution", "Status"]
+__all__ = ["BlockSolution", "Direction", "Solution", "Status", "check_parameters"]
 
 
 class Status(Enum):
@@ -220,6 +220,7 @@ class Solution:
                 raise SolveError(
                     f"the model's `{name}` has shape {given}; this solution is for one of shape {expected}"
                 )
+        check_parameters({name: parameters[name] for name in steps})
         for name, step in steps.items():
             step.add_into(parameters[name], lr)
 
@@ -285,3 +286,30 @@ class Solution:
 
     def _repr_html_(self) -> str:
         return f"<p>{escape(repr(self))}</p>{self.frame().to_html(index=False)}"
+
+
+def check_parameters(parameters: Mapping[str, Tensor]) -> None:
+    """Refuse parameters that cannot be changed in place: with entries that share memory, or made to be read.
+
+    >>> check_parameters({"w": torch.zeros(1).expand(3)})
+    Traceback (most recent call last):
+    curvlab.exceptions.SolveError: `w` of shape (3,) has entries that share memory ...
+    """
+    for name, parameter in parameters.items():
+        if _overlaps(parameter):
+            raise SolveError(
+                f"`{name}` of shape {tuple(parameter.shape)} has entries that share memory (an expanded "
+                f"tensor), so no step can be written into it; nothing was changed. Make it a parameter of "
+                f"its own with .clone()"
+            )
+        if parameter.is_inference() and not torch.is_inference_mode_enabled():
+            raise SolveError(
+                f"`{name}` was made in torch.inference_mode() and cannot be changed outside of it; nothing "
+                f"was changed. Make it a parameter of its own with .clone()"
+            )
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Whether two entries certainly lie in the same place: a dimension with no stride between its entries."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return any(size > 1 and stride == 0 for size, stride in pairs)
