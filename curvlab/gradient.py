@@ -26,6 +26,7 @@ __all__ = [
     "RowGradient",
     "add_decay",
     "gradient_of",
+    "view_entry",
 ]
 
 
@@ -41,7 +42,10 @@ E = TypeVar("E", bound=Shaped)
 
 
 class LazyTensors(Mapping[str, Tensor], Generic[E]):
-    """{parameter name: tensor}; an entry is formed each time it is read, so keep one you need twice."""
+    """{parameter name: tensor}; an entry is formed or copied each time it is read: keep one you need twice.
+
+    What is read is the caller's own: to change it changes nothing here.
+    """
 
     def __init__(self, entries: Mapping[str, E]) -> None:
         self._entries = dict(entries)
@@ -56,6 +60,11 @@ class LazyTensors(Mapping[str, Tensor], Generic[E]):
         """The entry as a tensor."""
 
     def __getitem__(self, name: str) -> Tensor:
+        held = self.factored(name)
+        return held.clone() if isinstance(held, Tensor) else self._form(held)
+
+    def view(self, name: str) -> Tensor:
+        """The entry as a tensor, for who changes nothing: it may be the one that is held."""
         return self._form(self.factored(name))
 
     def __contains__(self, name: object) -> bool:
@@ -70,6 +79,11 @@ class LazyTensors(Mapping[str, Tensor], Generic[E]):
     def __repr__(self) -> str:
         shapes = ", ".join(f"{name}: {tuple(entry.shape)}" for name, entry in self._entries.items())
         return f"{type(self).__name__}({shapes})"
+
+
+def view_entry(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    """An entry of any mapping, not copied, for who changes nothing."""
+    return tensors.view(name) if isinstance(tensors, LazyTensors) else tensors[name]
 
 
 RowFactor = Literal["gradients", "inputs"]
@@ -103,7 +117,7 @@ class RowGradient:
 class Gradient(LazyTensors[Tensor | RowGradient]):
     """{parameter name: E[gradient]}; a weight's entry is formed each time it is read.
 
-    Keep a tensor you need twice; `factored(name)` gives the entry as it is held.
+    Keep a tensor you need twice; `factored(name)` gives the entry as it is held, not to be changed.
     """
 
     @staticmethod
@@ -142,7 +156,7 @@ def add_decay(gradient: Gradient, parameters: Mapping[str, Tensor], decay: float
     >>> add_decay(Gradient({"w": torch.ones(2)}), {"w": torch.full((2,), 4.0)}, 0.5)["w"]
     tensor([3., 3.])
     """
-    return Gradient({name: gradient[name] + decay * parameters[name].detach() for name in gradient})
+    return Gradient({name: gradient.view(name) + decay * parameters[name].detach() for name in gradient})
 
 
 @dataclass
@@ -155,8 +169,9 @@ class GradientMean:
     def add(self, recording: Recording) -> None:
         """Count a batch with its weight."""
         weight = recording.total_weight
-        for name, value in gradient_of(recording).items():
-            counted = value * weight
+        gradient = gradient_of(recording)
+        for name in gradient:
+            counted = gradient.view(name) * weight
             self.sums[name] = counted if name not in self.sums else self.sums[name].add_(counted)
         self.weight = weight if self.weight is None else self.weight + weight
 

@@ -405,7 +405,7 @@ class Problem:
     def loss(self, *, process_group: ProcessGroup | None = None) -> Tensor:
         """E[ξ], as torch's mean-reduced loss gives it; with a `process_group` over the rows of all ranks."""
         if process_group is not None:
-            data = self.join(communicator_of(process_group), loss=True).loss
+            data = self.join(communicator_of(process_group), loss=True).loss.clone()
         else:
             means = [(recording.loss, recording.total_weight) for recording in self.recordings()]
             data = _mean_loss(*zip(*means, strict=True))

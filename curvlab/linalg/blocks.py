@@ -63,7 +63,7 @@ def dense_from(product: Callable[[Tensor], Tensor], n: int, like: Tensor) -> Ten
 
 @dataclass(frozen=True, eq=False)
 class Block(ABC):
-    """A symmetric linear map on tensors of one parameter's shape."""
+    """A symmetric linear map on tensors of one parameter's shape; what it returns is the caller's own."""
 
     kind: ClassVar[str]
 
@@ -165,20 +165,22 @@ class FactorBlock(Block):
     def matmul(self, x: Tensor) -> Tensor:
         return self.factor.matmul(x.reshape(-1, 1)).reshape(self.shape)
 
+    # Copies, since a factor hands out what it holds: what a block returns is the caller's own.
+
     def trace(self) -> Tensor:
-        return self.factor.trace()
+        return self.factor.trace().clone()
 
     def diagonal(self) -> Tensor:
-        return self.factor.diagonal().reshape(self.shape)
+        return self.factor.diagonal().reshape(self.shape).clone()
 
     def frobenius_norm(self) -> Tensor:
         return self.factor.frobenius_norm()
 
     def _dense(self) -> Tensor:
-        return self.factor.to_dense()
+        return self.factor.to_dense().clone()
 
     def eigvalsh(self, max_bytes: int = DENSE_BYTES) -> Tensor:
-        return self.factor.eigvalsh()
+        return self.factor.eigvalsh().clone()
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -402,7 +404,7 @@ class ShiftedBlock(Block):
         return (square + cross + self.shift**2 * self.numel).clamp(min=0).sqrt()
 
     def _dense(self) -> Tensor:
-        dense = self.block._dense().clone()
+        dense = self.block._dense()
         dense.diagonal().add_(self.shift)
         return dense
 

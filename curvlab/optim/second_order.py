@@ -387,11 +387,11 @@ def _predicted(changes: list[Change], solution: Solution, curvature: Curvature, 
     """-(gᵀδ + ½ δᵀCδ), block by block; from the factors unless momentum has formed δ."""
     total = torch.zeros((), dtype=torch.float64)
     if any(change.buffer is not None for change in changes):
-        deltas = {name: torch.zeros_like(gradient[name]) for name in gradient}
+        deltas = {name: torch.zeros_like(gradient.view(name)) for name in gradient}
         deltas |= {change.name: change.form() for change in changes}
         image = curvature @ deltas
         for name, delta in deltas.items():
-            total -= (delta * (gradient[name] + 0.5 * image[name])).sum().double().cpu()
+            total -= (delta * (gradient.view(name) + 0.5 * image[name])).sum().double().cpu()
         return float(total)
     for change in changes:
         measures, scale = solution.blocks[change.name].measures, change.rate * change.scale

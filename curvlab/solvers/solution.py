@@ -20,7 +20,7 @@ from curvlab.exceptions import SolveError
 from curvlab.gradient import LazyTensors
 from curvlab.linalg import Matrix, RowProduct, Step
 from curvlab.linalg.cg import Outcome
-from curvlab.linalg.steps import as_step
+from curvlab.linalg.steps import TensorStep, as_step
 from curvlab.model.graph import unwrap
 from curvlab.solvers.damping import Damping, DampingSplit
 from curvlab.solvers.systems import Measures
@@ -70,7 +70,8 @@ class Direction(LazyTensors[Matrix]):
     """
 
     def __init__(self, entries: Mapping[str, Matrix]) -> None:
-        super().__init__(entries)
+        # A step that is a tensor is held as one, of which readers get a copy.
+        super().__init__({n: e.tensor if isinstance(e, TensorStep) else e for n, e in entries.items()})
         self._steps = {name: as_step(entry) for name, entry in entries.items()}
         borrowed = {name: step.borrowed for name, step in self._steps.items()}
         # One by one: to look at all of them for every step would take a time quadratic in the layers.

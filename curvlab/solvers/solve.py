@@ -472,7 +472,7 @@ def check_solution(solution: Solution, curvature: Curvature, gradient: Mapping[s
             raise SolveError(
                 f"the curvature of layer `{layer.name}` by `{curvature.provider}` holds NaN or infinity"
             )
-        if not _all_finite([solution.direction[name]]):
+        if not _all_finite([solution.direction.view(name)]):
             raise SolveError(
                 f"layer `{layer.name}`: the direction of `{name}` by `{solution.solver}` on "
                 f"`{curvature.provider}` is not finite: the curvature or the solve overflows. "
