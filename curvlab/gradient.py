@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from curvlab.linalg import GramFactor
+from curvlab.linalg.factors import COLUMN_CHUNK
+from curvlab.measure import device
 from curvlab.model.recording import GraphRecording, LayerRecord, Recording
 
 __all__ = [
@@ -86,6 +88,8 @@ def view_entry(tensors: Mapping[str, Tensor], name: str) -> Tensor:
     return tensors.view(name) if isinstance(tensors, LazyTensors) else tensors[name]
 
 
+# Sums that are this many roundings small are computed again: three digits are right above it.
+CANCELLED = 1e4
 RowFactor = Literal["gradients", "inputs"]
 
 
@@ -110,8 +114,23 @@ class RowGradient:
         return RowGradient(self.gradients.map(function), self.inputs.map(function))
 
     def square_norm(self) -> Tensor:
-        """‖G‖² = Σ (S Sᵀ ⊙ H Hᵀ), weighted, with no G."""
-        return (self.gradients.gram * self.inputs.gram).sum().clamp(min=0)
+        """‖G‖² = Σ (S Sᵀ ⊙ H Hᵀ), weighted, with no G.
+
+        Near a stationary point the terms of the sum cancel, but their rounding does not: where too little is
+        left of (Σ ‖s_i‖ ‖h_i‖)² to be trusted, G is formed in float64, a chunk of columns at a time.
+        """
+        left, right = self.gradients.gram, self.inputs.gram
+        total = (left * right).sum()
+        if device.readable(total):
+            bound = (left.diagonal() * right.diagonal()).clamp(min=0).sqrt().sum().square()
+            if float(total) < CANCELLED * torch.finfo(total.dtype).eps * float(bound):
+                total = self._formed_square_norm().to(total.dtype)
+        return total.clamp(min=0)
+
+    def _formed_square_norm(self) -> Tensor:
+        weighted = (self.gradients.rows * self.gradients.root.square()[:, None]).T.double()
+        chunks = self.inputs.rows.split(COLUMN_CHUNK, dim=1)
+        return torch.stack([(weighted @ chunk.double()).square().sum() for chunk in chunks]).sum()
 
 
 class Gradient(LazyTensors[Tensor | RowGradient]):

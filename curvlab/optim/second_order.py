@@ -10,6 +10,7 @@ outlive their batch (`ema`, `refresh_every`) do.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -26,10 +27,17 @@ from curvlab.distributed.agreement import adopt_first_rank, agree
 from curvlab.distributed.communicator import communicator_of
 from curvlab.exceptions import ProblemError, SpecError
 from curvlab.gradient import Gradient
-from curvlab.measure.device import keep_freed_memory
+from curvlab.measure.device import keep_freed_memory, readable
 from curvlab.model.graph import Network
 from curvlab.optim.average import average, kept
-from curvlab.optim.guard import Change, check_finite, check_writable
+from curvlab.optim.guard import (
+    Change,
+    StagnationWarning,
+    check_finite,
+    check_writable,
+    looks_at_residual,
+    stagnated,
+)
 from curvlab.optim.levenberg_marquardt import LevenbergMarquardt
 from curvlab.problem import Problem
 from curvlab.providers import estimate
@@ -77,8 +85,11 @@ class SecondOrder(torch.optim.Optimizer):
             parameters and buffers of rank 0: one that had others gets rank 0's, and is warned. Settings or
             weights that differ later end all ranks with a `RankError`, and so does an error of one.
 
-    `on_solution`, if set, is called with every step's `Solution` before the parameters change. The model
-    is used in the mode it is in; layers that are random in training mode are refused.
+    Where rounding stops a solve far from its solution (`stagnated` with a relative residual above 1e-2, as
+    in float32 near a stationary point) a `StagnationWarning` says so once; residuals are looked at in the
+    tenth step and in every hundredth. `on_solution`, if set, is called with every step's `Solution` before the
+    parameters change. The model is used in the mode it is in; layers that are random in training mode are
+    refused.
 
     >>> model = nn.Sequential(nn.Linear(4, 3), nn.Sigmoid(), nn.Linear(3, 2))
     >>> optimizer = SecondOrder(model, "cross-entropy", provider="pch-1", solver="ea-cg")
@@ -125,6 +136,7 @@ class SecondOrder(torch.optim.Optimizer):
             self._base: Problem | None = None
             self._kept: Curvature | None = None
             self._steps = self._estimates = 0
+            self._said_stagnated = False
             defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
             super().__init__(self._everything() if params is None else params, defaults)
         except Exception as error:
@@ -196,6 +208,10 @@ class SecondOrder(torch.optim.Optimizer):
         """Raise what speaks against writing the step, and show its solution to who asked for it."""
         check_writable(changes)
         check_finite(changes)
+        due = not self._said_stagnated and looks_at_residual(self._steps)
+        if due and readable(changes[0].parameter) and (sentence := stagnated(solution)):
+            self._said_stagnated = True
+            warnings.warn(sentence, StagnationWarning, stacklevel=6)
         if self.on_solution is not None:
             self.on_solution(solution)
 
