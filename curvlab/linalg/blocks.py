@@ -104,9 +104,12 @@ class Block(ABC):
         """Root of the sum of squares of all entries."""
 
     def __matmul__(self, x: Tensor) -> Tensor:
-        if tuple(x.shape) != self.shape:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"this block acts on tensors of shape {self.shape}; got a {type(x).__name__}")
+        if tuple(x.shape) != self.shape or x.dtype != self.example.dtype:
             raise ValueError(
-                f"this block acts on tensors of shape {self.shape}, the parameter's own; got {tuple(x.shape)}"
+                f"this block acts on tensors of shape {self.shape}, the parameter's own, and "
+                f"{self.example.dtype}; got {tuple(x.shape)} and {x.dtype}"
             )
         return self.matmul(x)
 

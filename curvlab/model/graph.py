@@ -245,6 +245,8 @@ def _global_hooks() -> tuple[Mapping[int, object], ...]:
 
 def _chosen(model: nn.Module, trainable: Mapping[str, Tensor], layers: Sequence[str]) -> dict[str, Tensor]:
     """The trainable parameters of the modules, or under the names, that the user lists."""
+    if not isinstance(layers, Sequence) or not all(isinstance(name, str) for name in layers):
+        raise ProblemError(f"layers={layers!r}; expected a list of names of modules or parameters")
     if isinstance(layers, str):
         raise ProblemError(f"layers is the text {layers!r}; expected a list of names: layers=[{layers!r}]")
     modules = [name for name, _ in model.named_modules(remove_duplicate=False)]
@@ -270,6 +272,12 @@ def _check_trainable(model: nn.Module, chosen: Mapping[str, Tensor], layers: Seq
     ]
     if lazy:
         raise ProblemError(f"{lazy} are lazy and have no values yet: run the model on a batch first")
+    empty = [f"`{name}` of shape {tuple(p.shape)}" for name, p in chosen.items() if p.numel() == 0]
+    if empty:
+        raise ProblemError(
+            f"{', '.join(empty)} has no entries, and so no curvature: give the layer a width above 0, or "
+            f"leave it out with layers=[…]"
+        )
     if not chosen:
         which = f"all of {type(model).__name__}" if layers is None else f"layers={list(layers)}"
         raise ProblemError(

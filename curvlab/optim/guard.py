@@ -114,9 +114,9 @@ def stagnated(solution: Solution) -> str | None:
         return None
     worst = max(far, key=lambda block: block.residual)
     return (
-        f"`{solution.solver}` on `{solution.provider}`: rounding stopped {len(far)} of {len(solution.blocks)} "
-        f"blocks far from their solution; `{worst.name}` has a relative residual of {worst.residual:.2g} "
-        f"(route {worst.route}), so that steps there are not those that were asked for. Near a stationary "
-        f"point, where the gradients of the examples cancel, train in float64, or use the solver with "
-        f"route=dense. This is said once"
+        f"`{solution.solver}` on `{solution.provider}`: rounding stopped {len(far)} of "
+        f"{len(solution.blocks)} blocks far from their solution; `{worst.name}` has a relative residual of "
+        f"{worst.residual:.2g} (route {worst.route}), so that steps there are not those that were asked for. "
+        f"Near a stationary point, where the gradients of the examples cancel, train in float64, or use the "
+        f"solver with route=dense. This is said once"
     )

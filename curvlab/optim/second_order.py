@@ -87,9 +87,9 @@ class SecondOrder(torch.optim.Optimizer):
 
     Where rounding stops a solve far from its solution (`stagnated` with a relative residual above 1e-2, as
     in float32 near a stationary point) a `StagnationWarning` says so once; residuals are looked at in the
-    tenth step and in every hundredth. `on_solution`, if set, is called with every step's `Solution` before the
-    parameters change. The model is used in the mode it is in; layers that are random in training mode are
-    refused.
+    tenth step and in every hundredth. `on_solution`, if set, is called with every step's `Solution` before
+    the parameters change. The model is used in the mode it is in; layers that are random in training mode
+    are refused.
 
     >>> model = nn.Sequential(nn.Linear(4, 3), nn.Sigmoid(), nn.Linear(3, 2))
     >>> optimizer = SecondOrder(model, "cross-entropy", provider="pch-1", solver="ea-cg")
