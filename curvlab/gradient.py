@@ -17,6 +17,7 @@ from torch import Tensor
 
 from curvlab.linalg import GramFactor
 from curvlab.linalg.factors import COLUMN_CHUNK
+from curvlab.linalg.precision import FullPrecision
 from curvlab.measure import device
 from curvlab.model.recording import GraphRecording, LayerRecord, Recording
 
@@ -43,7 +44,7 @@ class Shaped(Protocol):
 E = TypeVar("E", bound=Shaped)
 
 
-class LazyTensors(Mapping[str, Tensor], Generic[E]):
+class LazyTensors(FullPrecision, Mapping[str, Tensor], Generic[E]):
     """{parameter name: tensor}; an entry is formed or copied each time it is read: keep one you need twice.
 
     What is read is the caller's own: to change it changes nothing here.
@@ -94,7 +95,7 @@ RowFactor = Literal["gradients", "inputs"]
 
 
 @dataclass(frozen=True, eq=False)
-class RowGradient:
+class RowGradient(FullPrecision):
     """G = Sᵀ diag(c) H for one weight, with S the output gradients' rows and H the inputs'."""
 
     gradients: GramFactor

@@ -93,8 +93,8 @@ _described_whole: WeakKeyDictionary[Network, bool] = WeakKeyDictionary()
 
 def describe_model(network: Network, settings: Mapping[str, object]) -> Description:
     """The description of a model and of further `settings`; its first one reads all entries of the model."""
-    parameters, buffers = dict(network.model.named_parameters()), dict(network.model.named_buffers())
-    modules = repr([(name, _module(module)) for name, module in network.model.named_modules()])
+    parameters, buffers = dict(network.given.named_parameters()), dict(network.given.named_buffers())
+    modules = repr([(name, _module(module)) for name, module in network.given.named_modules()])
     first = network not in _described_whole
     _described_whole[network] = True
     return Description(

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from curvlab.exceptions import ProblemError, StaleError
 from curvlab.model.calling import ModelCall, OutputChoice
+from curvlab.model.float_copy import FloatCopy
 
-__all__ = ["DROPOUTS", "Network", "hooks_of", "own_hook", "unwrap"]
+__all__ = ["DROPOUTS", "Network", "hooks_of", "own_hook", "unwrap", "uses_batch"]
 
 DROPOUTS = (nn.Dropout, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 DTYPES = (torch.float32, torch.float64)
@@ -32,9 +33,10 @@ NAMES_SHOWN = 6
 class Network:
     """A model and those of its parameters that have blocks, by name, in the model's order.
 
-    `left_out` are the trainable parameters that the user's choice of layers leaves without a block, and
-    `probed` the structures on which a recording was compared with the model's own gradients, with whether
-    sequences come before examples in them.
+    `left_out` are the trainable parameters that the user's choice of layers leaves without a block. A model
+    in bfloat16 or float16 is worked with in a float32 copy of it, `copied`. `probed` are the structures on
+    which a recording was compared with the model's own gradients, with whether sequences come before examples
+    in them.
 
     >>> network = Network.of(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)), ["0"])
     >>> list(network.parameters), network.left_out
@@ -44,36 +46,46 @@ class Network:
     call: ModelCall
     parameters: Mapping[str, Tensor]
     left_out: tuple[str, ...]
+    copied: FloatCopy | None = field(default=None, repr=False)
     tree: tuple[tuple[str, int], ...] = field(init=False, repr=False)
     probed: dict[Hashable, bool] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tree", _tree(self.call.model))
+        object.__setattr__(self, "tree", _tree(self.given))
 
     @classmethod
     def of(
         cls, model: nn.Module, layers: Sequence[str] | None = None, output: OutputChoice = None
     ) -> Network:
         """Look at `model`, with blocks for all that is trainable or for the modules or parameters named."""
-        model = unwrap(model)
+        given = unwrap(model)
+        _refuse_scripted(given)
+        _check_initialised(given)
+        copied = FloatCopy.of(given, _settings_without_modes)
+        model = given if copied is None else copied.model
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         chosen = trainable if layers is None else _chosen(model, trainable, layers)
         _check_trainable(model, chosen, layers)
         _check_alike(chosen)
         left_out = tuple(name for name in trainable if name not in chosen)
-        network = cls(ModelCall(model, output), chosen, left_out)
+        network = cls(ModelCall(model, output), chosen, left_out, copied)
         network.check_modes()
         return network
 
-    def __reduce__(self) -> tuple[type[Network], tuple[ModelCall, Mapping[str, Tensor], tuple[str, ...]]]:
+    def __reduce__(self) -> tuple[type[Network], tuple[object, ...]]:
         """A copy has modules and parameters of its own, which are noted and probed anew."""
         self.check_unchanged()
-        return Network, (self.call, self.parameters, self.left_out)
+        return Network, (self.call, self.parameters, self.left_out, self.copied)
 
     @property
     def model(self) -> nn.Module:
-        """The model, out of any compile or data-parallel wrapper."""
+        """The model that is worked with, out of any compile or data-parallel wrapper."""
         return self.call.model
+
+    @property
+    def given(self) -> nn.Module:
+        """The user's own model, to which steps are added; `model` unless that is a copy in float32."""
+        return self.model if self.copied is None else self.copied.given
 
     @property
     def example(self) -> Tensor:
@@ -87,8 +99,10 @@ class Network:
 
     def check_unchanged(self) -> None:
         """Refuse to go on where modules or parameters were replaced, added, removed, frozen or unfrozen."""
-        now = _tree(self.model)
+        now = _tree(self.given)
         if now == self.tree:
+            if self.copied is not None:
+                self.copied.follow()
             return
         changed = [name for name, _ in set(now) ^ set(self.tree)]
         shown = ", ".join(f"`{name}`" for name in sorted(set(changed))[:NAMES_SHOWN])
@@ -105,7 +119,7 @@ class Network:
                     f"layer `{name}` ({type(module).__name__}) is in training mode: its output is random, so "
                     f"the curvature would be that of one random draw. Call model.eval() first"
                 )
-            if isinstance(module, nn.modules.batchnorm._NormBase) and _uses_batch(module):
+            if isinstance(module, nn.modules.batchnorm._NormBase) and uses_batch(module):
                 raise ProblemError(
                     f"layer `{name}` ({type(module).__name__}) uses the statistics of the batch: examples "
                     f"depend on each other, or its running statistics would change. Call model.eval() first "
@@ -120,7 +134,7 @@ class Network:
         forward is seen, under the module's name; what a module keeps in lists or objects of its own is not
         looked into. The model is not kept alive: None once it is gone.
         """
-        model = weakref.ref(self.model)
+        model = weakref.ref(self.given)
 
         def settings() -> dict[str, Hashable] | None:
             held = model()
@@ -130,7 +144,7 @@ class Network:
 
     def structure_key(self) -> Hashable:
         """What a forward's code may ask beside its inputs: modules, modes, hooks and dtypes."""
-        return _structure_key(self.model)
+        return _structure_key(self.given)
 
 
 def _settings(model: nn.Module) -> dict[str, Hashable]:
@@ -210,6 +224,12 @@ _PLAIN = frozenset({int, float, str, bool, complex, type(None), torch.Size})
 _TABLES = frozenset({dict, OrderedDict})
 
 
+def _settings_without_modes(model: nn.Module) -> Hashable:
+    """What a copy of the model cannot follow: the attributes of all modules but their modes."""
+    tables = (module.__dict__.items() for module in model.modules())
+    return tuple((key, _setting(value)) for table in tables for key, value in table if key != "training")
+
+
 def _setting(value: object) -> Hashable:
     """A setting by its value where it is simple, by its identity where it is a function, else by its type."""
     kind = type(value)
@@ -266,12 +286,25 @@ def _chosen(model: nn.Module, trainable: Mapping[str, Tensor], layers: Sequence[
     }
 
 
-def _check_trainable(model: nn.Module, chosen: Mapping[str, Tensor], layers: Sequence[str] | None) -> None:
+def _refuse_scripted(model: nn.Module) -> None:
+    scripted = next((n for n, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule)), None)
+    if scripted is not None:
+        what = f"module `{scripted}`" if scripted else "the model"
+        raise ProblemError(
+            f"{what} is TorchScript (torch.jit), which shows none of the functions that it calls. Give the "
+            f"module that it was made of"
+        )
+
+
+def _check_initialised(model: nn.Module) -> None:
     lazy = [
         name for name, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)
     ]
     if lazy:
         raise ProblemError(f"{lazy} are lazy and have no values yet: run the model on a batch first")
+
+
+def _check_trainable(model: nn.Module, chosen: Mapping[str, Tensor], layers: Sequence[str] | None) -> None:
     empty = [f"`{name}` of shape {tuple(p.shape)}" for name, p in chosen.items() if p.numel() == 0]
     if empty:
         raise ProblemError(
@@ -296,7 +329,8 @@ def _check_alike(parameters: Mapping[str, Tensor]) -> None:
             )
     if first.dtype not in DTYPES:
         raise ProblemError(
-            f"the model is in {first.dtype}; curvature needs float32 or float64 (model.float() or .double())"
+            f"the model is in {first.dtype}; curvature needs float32 or float64 (model.float() or "
+            f".double()), or bfloat16 or float16, which are read as float32"
         )
 
 
@@ -304,7 +338,7 @@ def _drops(module: nn.Module) -> bool:
     return isinstance(module, DROPOUTS) and module.p > 0
 
 
-def _uses_batch(module: nn.modules.batchnorm._NormBase) -> bool:
+def uses_batch(module: nn.modules.batchnorm._NormBase) -> bool:
     """Batch normalisation without running statistics always does; instance normalisation then does not."""
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
         return module.training or not module.track_running_stats

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +29,11 @@ from curvlab.distributed.agreement import adopt_first_rank, agree
 from curvlab.distributed.communicator import communicator_of
 from curvlab.exceptions import ProblemError, SpecError
 from curvlab.gradient import Gradient
+from curvlab.linalg.precision import full_precision
 from curvlab.measure.device import keep_freed_memory, readable
-from curvlab.model.graph import Network
+from curvlab.model.graph import Network, unwrap
 from curvlab.optim.average import average, kept
+from curvlab.optim.batch_statistics import NOTE, BatchStatistics, running_statistics
 from curvlab.optim.guard import (
     Change,
     StagnationWarning,
@@ -84,6 +88,10 @@ class SecondOrder(torch.optim.Optimizer):
             part of the batch (which may have no rows), and all take the same step. All ranks begin with the
             parameters and buffers of rank 0: one that had others gets rank 0's, and is warned. Settings or
             weights that differ later end all ranks with a `RankError`, and so does an error of one.
+        batchnorm: `"running"` for models with batch normalisation in training mode, which are refused
+            without it: the gradient and the loss are those with the batch's statistics, and the curvature is
+            that with the running ones, which a step updates once, as torch's own forward does. The
+            solution's notes and the optimizer's `repr` say so.
 
     Where rounding stops a solve far from its solution (`stagnated` with a relative residual above 1e-2, as
     in float32 near a stationary point) a `StagnationWarning` says so once; residuals are looked at in the
@@ -116,12 +124,20 @@ class SecondOrder(torch.optim.Optimizer):
         refresh_every: int = 1,
         adapt: LevenbergMarquardt | bool = False,
         process_group: ProcessGroup | None = None,
+        batchnorm: Literal["running"] | None = None,
     ) -> None:
         communicator = communicator_of(process_group)
         try:
-            network = Network.of(model)
-            self._model, self._criterion = network.model, criterion_named(criterion)
-            self._names = {p: name for name, p in network.model.named_parameters()}
+            self.batchnorm = _batchnorm(batchnorm, process_group)
+            with self._running_statistics(unwrap(model)):
+                network = Network.of(model)
+            if self.batchnorm is not None and network.copied is not None:
+                raise SpecError(
+                    f'batchnorm="{self.batchnorm}" with a model in {network.copied.dtype}: its running '
+                    f"statistics would be those of a float32 copy. Call model.float() first"
+                )
+            self._model, self._criterion = network.given, criterion_named(criterion)
+            self._names = {p: name for name, p in network.given.named_parameters()}
             self._blocks = set(network.parameters)
             self._provider, self._solver = provider, solver
             self._reads = solvers.make(solver).input_factor
@@ -174,20 +190,21 @@ class SecondOrder(torch.optim.Optimizer):
             raise
         self._base = None
 
+    @full_precision
     def step(self, inputs: Any, targets: Tensor | None = None) -> Tensor:  # type: ignore[override]
         """Take one step on a batch, or on the (inputs, targets) that a closure returns; returns the loss.
 
-        A step that would write NaN or infinity raises `SolveError` with the layer's name; parameters and
-        optimizer are then as they were. `p.grad` is neither read nor written.
+        A step that would write NaN or infinity raises `SolveError` with the layer's name; parameters,
+        running statistics and optimizer are then as they were. `p.grad` is neither read nor written.
         """
         communicator = communicator_of(self.process_group)
-        with torch.no_grad():
+        with torch.no_grad(), self._running_statistics(self._model) as statistics:
             try:
                 problem = self._problem(*_batch(inputs, targets))
             except Exception as error:
                 communicator.raise_on_all(error)
             estimating = self._kept is None or self._steps % self.refresh_every == 0
-            loss, gradient, fresh = self._observe(problem, estimating)
+            loss, gradient, fresh = self._observe(problem, estimating, statistics)
             curvature, keep = self._curvature(problem, fresh)
             group = self.process_group
             solution = solve(self._solver, curvature, gradient, alpha=self._alpha, process_group=group)
@@ -201,7 +218,7 @@ class SecondOrder(torch.optim.Optimizer):
             self._apply(changes)
             self._kept, self._estimates, self._steps = keep, self._estimates + estimating, self._steps + 1
             if adapting:
-                self._adapt(float(loss), predicted, problem)
+                self._adapt(float(loss), predicted, problem, statistics)
         return loss
 
     def _check(self, changes: list[Change], solution: Solution) -> None:
@@ -214,6 +231,9 @@ class SecondOrder(torch.optim.Optimizer):
             warnings.warn(sentence, StagnationWarning, stacklevel=6)
         if self.on_solution is not None:
             self.on_solution(solution)
+
+    def _running_statistics(self, model: nn.Module) -> AbstractContextManager[BatchStatistics | None]:
+        return nullcontext() if self.batchnorm is None else running_statistics(model)
 
     def _problem(self, inputs: Any, targets: Tensor | None) -> Problem:
         """The step's problem, which is looked at where an error on one rank reaches all."""
@@ -230,8 +250,14 @@ class SecondOrder(torch.optim.Optimizer):
     def _everything(self) -> list[Tensor]:
         return [p for p in self._names if p.requires_grad]
 
-    def _observe(self, problem: Problem, estimating: bool) -> tuple[Tensor, Gradient, Curvature | None]:
+    def _observe(
+        self, problem: Problem, estimating: bool, statistics: BatchStatistics | None
+    ) -> tuple[Tensor, Gradient, Curvature | None]:
         """Loss, gradient and, where it is time for one, a new curvature; of all ranks in one exchange."""
+        if statistics is not None and statistics.layers:
+            loss, gradient = statistics.gradient(problem)
+            fresh = estimate(self._provider, problem) if estimating else None
+            return loss, gradient, fresh and replace(fresh, notes=(*fresh.notes, NOTE))
         if self.process_group is None:
             with problem.trust_recording():
                 loss, gradient = problem.loss(), problem.gradient()
@@ -307,16 +333,22 @@ class SecondOrder(torch.optim.Optimizer):
             if change.buffer is not None:
                 self.state[change.parameter]["momentum_buffer"] = change.buffer
 
-    def _adapt(self, before: float, predicted: float, problem: Problem) -> None:
+    def _adapt(
+        self, before: float, predicted: float, problem: Problem, statistics: BatchStatistics | None
+    ) -> None:
         assert self.adapt is not None
         try:
-            after = float(problem.loss(process_group=self.process_group))
+            if statistics is not None and statistics.layers:
+                after = float(statistics.loss(problem))
+            else:
+                after = float(problem.loss(process_group=self.process_group))
         except ProblemError:
             after = float("inf")
         self._alpha = self.adapt.adapted(self._alpha, before - after, predicted)
 
     def __repr__(self) -> str:
         own = {"provider": self._provider, "solver": self._solver, "alpha": self._alpha}
+        own |= {"batchnorm": NOTE.partition(": ")[2]} if self.batchnorm else {}
         lines = "".join(f"    {name}: {value}\n" for name, value in own.items())
         head, _, groups = super().__repr__().partition("\n")
         return f"{head}\n{lines}{groups}"
@@ -424,6 +456,18 @@ def _check_group(group: dict[str, Any]) -> None:
     _rate("lr", group["lr"])
     _fraction("momentum", group["momentum"])
     _rate("weight_decay", group["weight_decay"])
+
+
+def _batchnorm(value: str | None, process_group: ProcessGroup | None) -> str | None:
+    if value not in (None, "running"):
+        raise SpecError(f'batchnorm={value!r}: expected "running", or None')
+    if value is not None and process_group is not None:
+        raise SpecError(
+            f'batchnorm="{value}" with a process_group: the running statistics of the ranks would differ, '
+            f"and with them the function whose curvature is joined. Step without process_group, or call "
+            f"model.eval() and train with fixed statistics"
+        )
+    return value
 
 
 def _rate(name: str, value: object) -> float:
