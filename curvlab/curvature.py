@@ -25,7 +25,9 @@ from curvlab.curvature_io import Packed, load_packed, save_packed
 from curvlab.curvature_layers import LayerCurvature, OperatorLayer, unpack_layer
 from curvlab.exceptions import (
     ArgumentError,
+    DenseSizeError,
     MatrixFreeError,
+    OperandError,
     StaleError,
     describe_argument,
     named_briefly,
@@ -157,9 +159,10 @@ class Curvature(FullPrecision):
         blocks = self.blocks
         missing = [name for name in blocks if name not in vectors]
         if missing:
-            raise ValueError(f"the operand has no entry for {missing}; expected {list(blocks)}")
+            raise OperandError(f"the operand has no entry for {missing}; expected {list(blocks)}")
+        vectors = {name: _checked_operand(name, block, vectors[name]) for name, block in blocks.items()}
         if self.full_product is None:
-            return {name: block @ vectors[name] for name, block in blocks.items()}
+            return {name: block.matmul(vectors[name]) for name, block in blocks.items()}
         images = self.full_product(vectors)
         if self.shift == 0:
             return images
@@ -169,7 +172,10 @@ class Curvature(FullPrecision):
         """The whole matrix, parameters flattened and joined in the order of `blocks`."""
         blocks = self.blocks
         example = next(iter(blocks.values())).example
-        check_dense_bytes(self.numel, example.element_size(), max_bytes, f"`{self.provider}`")
+        try:
+            check_dense_bytes(self.numel, example.element_size(), max_bytes, f"`{self.provider}`")
+        except MemoryError as error:
+            raise DenseSizeError(str(error)) from None
         if self.full_product is None:
             return torch.block_diag(*[block.to_dense(max_bytes) for block in blocks.values()])
         return dense_from(self.flat_product, self.numel, example)
@@ -177,6 +183,13 @@ class Curvature(FullPrecision):
     def flat_product(self, vector: Tensor) -> Tensor:
         """C x for the flattened and joined parameters."""
         shapes = {name: block.shape for name, block in self._blocks.items()}
+        if not isinstance(vector, Tensor):
+            raise ArgumentError(f"flat_product takes a tensor; got a {describe_argument(vector)}")
+        if vector.shape != (self.numel,):
+            raise OperandError(
+                f"flat_product takes a vector of {self.numel:,} entries, all parameters flattened and "
+                f"joined; got shape {tuple(vector.shape)}"
+            )
         return flatten(self @ unflatten(vector, shapes), list(shapes))
 
     def to_scipy(self) -> LinearOperator:
@@ -187,6 +200,8 @@ class Curvature(FullPrecision):
         example = next(iter(self.blocks.values())).example
 
         def matvec(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+            if np.iscomplexobj(x):  # C is real: C (a + ib) = Ca + i Cb
+                return matvec(np.real(x)) + 1j * matvec(np.imag(x))
             vector = torch.as_tensor(np.asarray(x).reshape(-1), dtype=example.dtype, device=example.device)
             return self.flat_product(vector).numpy(force=True)
 
@@ -306,6 +321,24 @@ class Curvature(FullPrecision):
     def _repr_html_(self) -> str:
         notes = "".join(f"<p>{escape(note)}</p>" for note in self.notes)
         return f"<p>{escape(repr(self))}</p>{notes}{self.frame().to_html(index=False)}"
+
+
+def _checked_operand(name: str, block: Block, entry: Tensor) -> Tensor:
+    """The entry, if it is a tensor of its block's shape, dtype and device."""
+    example = block.example
+    if not isinstance(entry, Tensor):
+        raise ArgumentError(f"the operand's `{name}` is a {describe_argument(entry)}; expected a tensor")
+    if tuple(entry.shape) != block.shape:
+        raise OperandError(
+            f"the operand's `{name}` has shape {tuple(entry.shape)}; expected {block.shape}, the parameter's "
+            f"own"
+        )
+    if (entry.dtype, entry.device) != (example.dtype, example.device):
+        raise OperandError(
+            f"the operand's `{name}` is {entry.dtype} on {entry.device}; the curvature is {example.dtype} on "
+            f"{example.device}. Convert one with .to()"
+        )
+    return entry
 
 
 def _row(name: str, block: Block) -> dict[str, object]:

@@ -17,7 +17,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from curvlab.exceptions import CurvatureFileError
+from curvlab.exceptions import (
+    ArgumentError,
+    CurvatureFileError,
+    CurvatureFileMissingError,
+    describe_argument,
+)
 from curvlab.files import replaced
 from curvlab.linalg import DenseFactor, DiagonalFactor, Factor, GramFactor, RankOneFactor
 from curvlab.linalg.factors import InputFactors
@@ -70,10 +75,16 @@ def tensors_under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tenso
     return {key.removeprefix(start): t for key, t in tensors.items() if key.startswith(start)}
 
 
+def _checked_path(path: object) -> str | PathLike[str]:
+    if not isinstance(path, str | PathLike):
+        raise ArgumentError(f"the path is a {describe_argument(path)}; expected the name of a file")
+    return path
+
+
 def save_packed(packed: Packed, path: str | PathLike[str]) -> None:
     """Write a packed curvature to `path`; where that fails, what was there before stays."""
     header = json.dumps({"format": FORMAT, **packed.header})
-    with replaced(fspath(path)) as temporary:
+    with replaced(fspath(_checked_path(path))) as temporary:
         save_file(_unshared(packed.tensors), temporary, metadata={"curvlab": header})
 
 
@@ -91,11 +102,14 @@ def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def load_packed(path: str | PathLike[str]) -> Packed:
     """Read what `save_packed` wrote."""
+    path = _checked_path(path)
     try:
         with safe_open(path, framework="pt") as file:
             header = json.loads((file.metadata() or {}).get("curvlab", "{}"))
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    except (SafetensorError, json.JSONDecodeError) as error:
+    except FileNotFoundError as error:
+        raise CurvatureFileMissingError(f"{path} is not there; {EXPECTED}") from error
+    except (SafetensorError, json.JSONDecodeError, OSError) as error:
         raise CurvatureFileError(f"{path} cannot be read ({error}); {EXPECTED}") from error
     if header.get("format") not in READABLE:
         raise CurvatureFileError(

@@ -13,14 +13,17 @@ from collections.abc import Sequence
 __all__ = [
     "ArgumentError",
     "CurvatureFileError",
+    "CurvatureFileMissingError",
     "CurvlabError",
     "DataError",
     "DataFolderError",
+    "DenseSizeError",
     "ExecutorError",
     "FileWriteError",
     "FolderInUseError",
     "MatrixFreeError",
     "NoRowsError",
+    "OperandError",
     "PairError",
     "ProblemError",
     "RankError",
@@ -74,6 +77,18 @@ class StaleError(CurvlabError, RuntimeError):
 
 class CurvatureFileError(CurvlabError, ValueError):
     """A file that holds no curvature that can be read: names it and what was expected."""
+
+
+class CurvatureFileMissingError(CurvatureFileError, FileNotFoundError):
+    """A file of a curvature that is not there."""
+
+
+class OperandError(CurvlabError, ValueError):
+    """A vector that does not fit a curvature: names the entry, and what was expected."""
+
+
+class DenseSizeError(CurvlabError, MemoryError):
+    """A dense matrix that would take more bytes than are allowed: says how many, and what to do instead."""
 
 
 class DataError(CurvlabError, RuntimeError):

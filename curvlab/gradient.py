@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from curvlab.linalg import GramFactor
+from curvlab.linalg.factors import COLUMN_CHUNK
 from curvlab.linalg.precision import FullPrecision
+from curvlab.measure import device
 from curvlab.model.recording import GraphRecording, LayerRecord, Recording
 
 __all__ = [
@@ -27,6 +29,7 @@ __all__ = [
     "RowGradient",
     "add_decay",
     "gradient_of",
+    "view_entry",
 ]
 
 
@@ -42,7 +45,10 @@ E = TypeVar("E", bound=Shaped)
 
 
 class LazyTensors(FullPrecision, Mapping[str, Tensor], Generic[E]):
-    """{parameter name: tensor}; an entry is formed each time it is read, so keep one you need twice."""
+    """{parameter name: tensor}; an entry is formed or copied each time it is read: keep one you need twice.
+
+    What is read is the caller's own: to change it changes nothing here.
+    """
 
     def __init__(self, entries: Mapping[str, E]) -> None:
         self._entries = dict(entries)
@@ -57,6 +63,11 @@ class LazyTensors(FullPrecision, Mapping[str, Tensor], Generic[E]):
         """The entry as a tensor."""
 
     def __getitem__(self, name: str) -> Tensor:
+        held = self.factored(name)
+        return held.clone() if isinstance(held, Tensor) else self._form(held)
+
+    def view(self, name: str) -> Tensor:
+        """The entry as a tensor, for who changes nothing: it may be the one that is held."""
         return self._form(self.factored(name))
 
     def __contains__(self, name: object) -> bool:
@@ -73,6 +84,13 @@ class LazyTensors(FullPrecision, Mapping[str, Tensor], Generic[E]):
         return f"{type(self).__name__}({shapes})"
 
 
+def view_entry(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    """An entry of any mapping, not copied, for who changes nothing."""
+    return tensors.view(name) if isinstance(tensors, LazyTensors) else tensors[name]
+
+
+# Sums that are this many roundings small are computed again: three digits are right above it.
+CANCELLED = 1e4
 RowFactor = Literal["gradients", "inputs"]
 
 
@@ -97,14 +115,29 @@ class RowGradient(FullPrecision):
         return RowGradient(self.gradients.map(function), self.inputs.map(function))
 
     def square_norm(self) -> Tensor:
-        """‖G‖² = Σ (S Sᵀ ⊙ H Hᵀ), weighted, with no G."""
-        return (self.gradients.gram * self.inputs.gram).sum().clamp(min=0)
+        """‖G‖² = Σ (S Sᵀ ⊙ H Hᵀ), weighted, with no G.
+
+        Near a stationary point the terms of the sum cancel, but their rounding does not: where too little is
+        left of (Σ ‖s_i‖ ‖h_i‖)² to be trusted, G is formed in float64, a chunk of columns at a time.
+        """
+        left, right = self.gradients.gram, self.inputs.gram
+        total = (left * right).sum()
+        if device.readable(total):
+            bound = (left.diagonal() * right.diagonal()).clamp(min=0).sqrt().sum().square()
+            if float(total) < CANCELLED * torch.finfo(total.dtype).eps * float(bound):
+                total = self._formed_square_norm().to(total.dtype)
+        return total.clamp(min=0)
+
+    def _formed_square_norm(self) -> Tensor:
+        weighted = (self.gradients.rows * self.gradients.root.square()[:, None]).T.double()
+        chunks = self.inputs.rows.split(COLUMN_CHUNK, dim=1)
+        return torch.stack([(weighted @ chunk.double()).square().sum() for chunk in chunks]).sum()
 
 
 class Gradient(LazyTensors[Tensor | RowGradient]):
     """{parameter name: E[gradient]}; a weight's entry is formed each time it is read.
 
-    Keep a tensor you need twice; `factored(name)` gives the entry as it is held.
+    Keep a tensor you need twice; `factored(name)` gives the entry as it is held, not to be changed.
     """
 
     @staticmethod
@@ -143,7 +176,7 @@ def add_decay(gradient: Gradient, parameters: Mapping[str, Tensor], decay: float
     >>> add_decay(Gradient({"w": torch.ones(2)}), {"w": torch.full((2,), 4.0)}, 0.5)["w"]
     tensor([3., 3.])
     """
-    return Gradient({name: gradient[name] + decay * parameters[name].detach() for name in gradient})
+    return Gradient({name: gradient.view(name) + decay * parameters[name].detach() for name in gradient})
 
 
 @dataclass
@@ -156,8 +189,9 @@ class GradientMean:
     def add(self, recording: Recording) -> None:
         """Count a batch with its weight."""
         weight = recording.total_weight
-        for name, value in gradient_of(recording).items():
-            counted = value * weight
+        gradient = gradient_of(recording)
+        for name in gradient:
+            counted = gradient.view(name) * weight
             self.sums[name] = counted if name not in self.sums else self.sums[name].add_(counted)
         self.weight = weight if self.weight is None else self.weight + weight
 

@@ -10,9 +10,10 @@ held whole. With `l2` = λ the loss is E[ξ] + λ/2 ‖θ‖², the gradient has
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from curvlab.batches import Batch, EmptySource, Single, Source, Stream, source_of
 from curvlab.criteria import Criterion
 from curvlab.criteria.registry import criterion_named
+from curvlab.distributed.agreement import Description, describe_model
 from curvlab.distributed.communicator import Communicator, communicator_of
 from curvlab.distributed.statistics import (
     Accumulator,
@@ -29,7 +31,7 @@ from curvlab.distributed.statistics import (
     Statistic,
     join_statistics,
 )
-from curvlab.exceptions import NoRowsError, ProblemError, named_briefly, stacklevel_of_caller
+from curvlab.exceptions import NoRowsError, ProblemError, SpecError, named_briefly, stacklevel_of_caller
 from curvlab.gradient import Gradient, GradientMean, add_decay, gradient_of
 from curvlab.linalg.precision import FullPrecision
 from curvlab.model.calling import Inputs, OutputChoice, tensors_of
@@ -39,6 +41,7 @@ from curvlab.model.layers import Chain, Layer, check_same_layers
 from curvlab.model.probe import record_and_probe
 from curvlab.model.recording import AllWeightsZeroError, ChainRecording, Recording, record
 from curvlab.model.terms import LossTerms
+from curvlab.specs import check_number
 from curvlab.staleness import Versions
 
 if TYPE_CHECKING:
@@ -101,11 +104,12 @@ class Problem(FullPrecision):
         l2: float = 0.0,
         output: OutputChoice = None,
     ) -> None:
-        if not 0 <= l2 < float("inf"):
-            raise ProblemError(f"l2={l2}: expected a finite number that is not negative")
+        try:
+            self.l2 = check_number("l2", l2, "a finite number that is not negative", lambda x: 0 <= x < inf)
+        except SpecError as error:
+            raise ProblemError(str(error)) from None
         self.network = Network.of(model, layers, output)
         self.criterion = criterion_named(criterion)
-        self.l2 = float(l2)
         # Where both readings of (B, V, V) logits fit, a torch loss means torch's own layout.
         self.torch_layout = isinstance(criterion, nn.Module)
         self._bind(inputs, targets)
@@ -147,7 +151,7 @@ class Problem(FullPrecision):
 
     def _bind(self, inputs: Inputs | Iterable[Any], targets: Tensor | None) -> None:
         self._source: Source = source_of(inputs, targets)
-        self._recording: tuple[Versions, Hashable, Recording] | None = None
+        self._recording: tuple[Versions, Recording] | None = None
         self._joined: JoinedStatistics | None = None
         self._reading: Reading | None = None
         self._like: Reading | None = None  # that of a problem on other data: the answer where there are none
@@ -206,7 +210,7 @@ class Problem(FullPrecision):
         try:
             if isinstance(self._source, Single):
                 return Reading.of(self.recording())
-            versions = Versions.of(self._tensors_with(batch))
+            versions = self._versions_with(batch)
             self._begun = versions, batch, self._record(batch)
             return Reading.of(self._begun[2])
         except AllWeightsZeroError:
@@ -262,8 +266,11 @@ class Problem(FullPrecision):
 
     @property
     def versions(self) -> Versions:
-        """The present versions of `tensors`."""
-        return Versions.of(self.tensors)
+        """The present versions of `tensors`, and what the model is beside them."""
+        return self._versions_with(self._source.batch if isinstance(self._source, Single) else None)
+
+    def _versions_with(self, batch: Batch | None) -> Versions:
+        return Versions.of(self._tensors_with(batch), self.network.settings_watch())
 
     def batches(self) -> Iterator[Batch]:
         """The batches, validated; a stream that differs from its first pass is an error."""
@@ -345,15 +352,14 @@ class Problem(FullPrecision):
             raise ProblemError("a streamed problem has one recording for each batch: use recordings()")
         held = self._recording
         if self._trusted and held is not None:
-            return held[2]
+            return held[1]
         self.network.check_unchanged()
-        settings = self.network.settings_key()
-        if held is None or held[1] != settings or held[0].differing(self.tensors):
+        if held is None or held[0].differing(self.tensors):
             versions = self.versions
             self._reading = None
-            held = (versions, settings, self._record(self._source.batch))
+            held = (versions, self._record(self._source.batch))
             self._recording = held
-        return held[2]
+        return held[1]
 
     @contextmanager
     def trust_recording(self) -> Iterator[None]:
@@ -417,7 +423,7 @@ class Problem(FullPrecision):
     def loss(self, *, process_group: ProcessGroup | None = None) -> Tensor:
         """E[ξ], as torch's mean-reduced loss gives it; with a `process_group` over the rows of all ranks."""
         if process_group is not None:
-            data = self.join(communicator_of(process_group), loss=True).loss
+            data = self.join(communicator_of(process_group), loss=True).loss.clone()
         else:
             means = [(recording.loss, recording.total_weight) for recording in self.recordings()]
             data = _mean_loss(*zip(*means, strict=True))
@@ -461,16 +467,30 @@ class Problem(FullPrecision):
         *,
         gradient: bool = False,
         loss: bool = False,
+        settings: Mapping[str, object] | None = None,
     ) -> JoinedStatistics:
         """Means over the rows of all ranks, each of which must make this call with a problem of its own rows.
 
         What was joined is kept with the problem, so that a later call joins only what is lacking, while no
-        rank's data change. See `curvlab.distributed.statistics.join_statistics`.
+        rank's data change. Models, criteria and `settings` that differ between ranks are refused. See
+        `curvlab.distributed.statistics.join_statistics`.
         """
         self._joined = join_statistics(
-            self, communicator, self._joined, statistics, accumulator, gradient=gradient, loss=loss
+            self,
+            communicator,
+            self._joined,
+            statistics,
+            accumulator,
+            gradient=gradient,
+            loss=loss,
+            settings=settings,
         )
         return self._joined
+
+    def describe(self, settings: Mapping[str, object]) -> Description:
+        """What must be the same on all ranks of a process group before their rows are joined."""
+        own = {"the criterion": self.criterion, "l2": self.l2, "layers": list(self.network.parameters)}
+        return describe_model(self.network, {**own, **settings})
 
     def __getstate__(self) -> dict[str, Any]:
         """What pickles and copies hold: the model, the criterion and the data, which are recorded again."""

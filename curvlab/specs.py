@@ -17,11 +17,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import numbers
 import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
+from math import nan
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -33,6 +35,7 @@ __all__ = [
     "build",
     "canonical",
     "check_choices",
+    "check_number",
     "describe",
     "missing_fields",
     "parse",
@@ -182,7 +185,8 @@ def missing_fields(cls: type, values: Mapping[str, Any]) -> list[str]:
 def check_choices(instance: object) -> None:
     """Refuse a dataclass instance with a ``Literal`` or ``Enum`` field that holds none of its choices.
 
-    To be called in ``__post_init__``: text is checked when it is read, values given in Python are not.
+    Fields that take numbers alone are looked at, too: whole ones must fit 64 bits. To be called in
+    ``__post_init__``: text is checked when it is read, values given in Python are not.
 
     >>> from dataclasses import dataclass
     >>> @dataclass(frozen=True)
@@ -194,12 +198,43 @@ def check_choices(instance: object) -> None:
     Traceback (most recent call last):
     curvlab.exceptions.SpecError: kind='empiric': expected one of empirical, mc; did you mean `empirical`?
     """
+    _check_numbers(instance)
     for key, choices in _choice_fields(type(instance)).items():
         value = getattr(instance, key)
         if value not in choices.values():
             near = difflib.get_close_matches(str(value), choices, n=1)
             hint = f"; did you mean `{near[0]}`?" if near else ""
             raise SpecError(f"{key}={value!r}: expected one of {', '.join(choices)}{hint}")
+
+
+def _check_numbers(instance: object) -> None:
+    for key, hint in _annotations(type(instance)).items():
+        value = getattr(instance, key)
+        if hint is int or (hint == (int | None) and value is not None):
+            whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+            if not whole or not -(1 << 63) <= value < 1 << 63:
+                raise SpecError(f"{key}={value!r}: expected a whole number of at most 64 bits")
+        elif hint is float or (hint == (float | None) and value is not None):
+            check_number(key, value, "a number", lambda _: True)
+
+
+def check_number(name: str, value: Any, expected: str, fits: Callable[[float], bool]) -> float:
+    """`value` as a float, or a `SpecError` that says what was `expected` where it is none that `fits`.
+
+    >>> check_number("alpha", 1, "a number in (0, 1]", lambda x: 0 < x <= 1)
+    1.0
+    >>> check_number("alpha", "x", "a number in (0, 1]", lambda x: 0 < x <= 1)
+    Traceback (most recent call last):
+    curvlab.exceptions.SpecError: alpha='x': expected a number in (0, 1]
+    """
+    try:
+        number = nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        number = nan
+    known = isinstance(value, float) or number == number  # a given NaN is for `fits` to judge
+    if not known or not fits(number):
+        raise SpecError(f"{name}={value!r}: expected {expected}")
+    return number
 
 
 def canonical(name: str, instance: object) -> str:

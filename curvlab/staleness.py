@@ -4,6 +4,8 @@
 storage has another address. A write through `tensor.data` or a numpy view is not counted; for it some
 entries of every tensor (`SAMPLED`, evenly spread) are compared on the CPU, so a write that leaves all of
 these as they were is not seen, nor one on an accelerator, where looking would take a read back to the host.
+What a model is beside its tensors (modules, modes, hooks, settings, what is frozen) is compared as well,
+where whoever notes the versions gives it.
 
 `Fingerprint` watches a stream of batches; it is the same however the examples are ordered or batched. Each
 example is hashed by itself, with its target, and the hashes are summed in wrapping 64-bit integers:
@@ -17,7 +19,7 @@ changed places, as a random flip or crop does to an image.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,9 +28,19 @@ from torch import Tensor
 from curvlab.exceptions import StaleError
 from curvlab.measure import device
 
-__all__ = ["Fingerprint", "Stamp", "Versions", "change_message", "example_hashes", "logical_shift", "mix"]
+__all__ = [
+    "Fingerprint",
+    "Stamp",
+    "Versions",
+    "change_message",
+    "example_hashes",
+    "logical_shift",
+    "mix",
+]
 
 NAMES_SHOWN = 4
+Settings = Mapping[str, Hashable]
+SettingsWatch = Callable[[], Settings | None]
 
 
 @dataclass(frozen=True)
@@ -68,12 +80,23 @@ class Versions:
 
     entries: tuple[tuple[str, weakref.ref[Tensor], Stamp], ...]
     content: tuple[bytes, ...] | None = None
+    settings: tuple[SettingsWatch, Settings | None] | None = None
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> Versions:
-        """Note the present versions."""
-        entries = tuple((name, weakref.ref(t), Stamp.of(t)) for name, t in tensors.items())
-        return cls(entries, _sample(list(tensors.values())))
+    def of(cls, tensors: Mapping[str, Tensor], settings: SettingsWatch | None = None) -> Versions:
+        """Note the present versions, and what `settings` gives by name (None once there is no model)."""
+        entries = tuple([(name, weakref.ref(t), Stamp.of(t)) for name, t in tensors.items()])
+        noted = None if settings is None else (settings, settings())
+        return cls(entries, _sample(list(tensors.values())), noted)
+
+    def _reset(self) -> list[str]:
+        """Names of what the model is beside its tensors, where that has changed."""
+        if self.settings is None:
+            return []
+        now, then = self.settings[0](), self.settings[1]
+        if now is None or then is None or now == then:
+            return []
+        return [name for name in {**then, **now} if then.get(name) != now.get(name)]
 
     def _rewritten(self) -> list[str]:
         """Names of the tensors whose sampled entries differ though torch has counted no change."""
@@ -106,7 +129,7 @@ class Versions:
             for name, ref, stamp in self.entries
             if (tensor := ref()) is not None and Stamp.of(tensor) != stamp
         ]
-        return counted or self._rewritten()
+        return counted or self._rewritten() or self._reset()
 
     def differing(self, tensors: Mapping[str, Tensor]) -> list[str]:
         """Names under which `tensors` holds another tensor, or the same one changed since."""
@@ -115,7 +138,7 @@ class Versions:
             for name, ref, stamp in self.entries
             if ref() is not tensors.get(name) or Stamp.of(tensors[name]) != stamp
         ]
-        return counted or self._rewritten()
+        return counted or self._rewritten() or self._reset()
 
 
 SAMPLED = 16

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 import curvlab
 from curvlab.distributed import shard
 from curvlab.distributed import solve as sharing
+from curvlab.distributed.agreement import InitialWeightsWarning
 from curvlab.distributed.communicator import ProcessGroupCommunicator, communicator_of
 from curvlab.exceptions import CurvlabError
 from curvlab.optim import SecondOrder
@@ -188,7 +190,8 @@ def traffic(group: Any) -> Results:
         return joined
 
     def counted_sums(self: ProcessGroupCommunicator, tensors: Any) -> list[Tensor]:
-        counted["reduced"] += sum(tensor.numel() for tensor in tensors)
+        # Whole numbers are no payload: by a few of them the ranks see that they agree.
+        counted["reduced"] += sum(tensor.numel() for tensor in tensors if tensor.is_floating_point())
         return sums(self, tensors)
 
     inputs, targets = batch(10)
@@ -224,6 +227,20 @@ def refusals(group: Any) -> Results:
     other = nn.Sequential(nn.Linear(14, 4 + group.rank()), nn.Linear(4 + group.rank(), 3)).double()
     apart = curvlab.Problem(other, "cross-entropy", inputs[rows], targets[rows])
     found["apart"] = message(lambda: curvlab.estimate("fisher", apart, process_group=group))
+    own_weights = chain()
+    with torch.no_grad():
+        own_weights[0].weight.add_(0.1 * group.rank())
+    different = curvlab.Problem(own_weights, "cross-entropy", inputs[rows], targets[rows])
+    found["other weights"] = message(lambda: different.loss(process_group=group))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer = SecondOrder(own_weights, "cross-entropy", process_group=group)
+    found["told of"] = [str(one.message) for one in caught if one.category is InitialWeightsWarning]
+    found["started with"] = own_weights[0].weight.detach().clone()
+    labels = targets[rows] + 9 * group.rank()
+    found["bad label"] = message(lambda: optimizer.step(inputs[rows], labels))
+    optimizer.alpha = 0.1 + 0.1 * group.rank()
+    found["other alpha"] = message(lambda: optimizer.step(inputs[rows], targets[rows]))
     own = inputs[rows].clone()
     problem = curvlab.Problem(chain(), "cross-entropy", own, targets[rows])
     before = problem.gradient(process_group=group)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import curvlab
 from curvlab.criteria import (
     BCE,
     MSE,
@@ -228,3 +230,73 @@ def test_outputs_that_are_no_logits_are_refused(logits: Tensor) -> None:
 def test_weights_that_are_none_are_refused(weight: object) -> None:
     with pytest.raises(ProblemError, match="`weight`"):
         CrossEntropy(weight=weight)  # type: ignore[arg-type]
+
+
+class PlainSubclass(nn.CrossEntropyLoss):
+    """A loss with a forward of its own, which curvlab takes for any function."""
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return super().forward(logits, targets)
+
+
+CLASS_WEIGHTS = torch.tensor([1.0, 0.3, 2.5], dtype=torch.float64)
+LABELS = torch.tensor([0, 1, 2, 1, 0, 2])
+ONE_CLASS = torch.ones(6, dtype=torch.int64)
+IGNORED = torch.tensor([0, -100, 2, 1, 0, 2])
+WEIGHTED: dict[str, tuple[object, Tensor]] = {
+    "subclass with weight": (PlainSubclass(weight=CLASS_WEIGHTS), LABELS),
+    "subclass with ignored labels": (PlainSubclass(), IGNORED),
+    "subclass with ignore_index": (PlainSubclass(ignore_index=1), LABELS),
+    "NLLLoss with ignored labels": (nn.NLLLoss(), IGNORED),
+    "lambda with weight": (lambda z, t: functional.cross_entropy(z, t, weight=CLASS_WEIGHTS), LABELS),
+    "lambda with weight, one class": (
+        lambda z, t: functional.cross_entropy(z, t, weight=CLASS_WEIGHTS),
+        ONE_CLASS,
+    ),
+    "partial with weight": (partial(functional.cross_entropy, weight=CLASS_WEIGHTS), LABELS),
+    "partial with ignore_index": (partial(functional.cross_entropy, ignore_index=1), LABELS),
+}
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 6])
+@pytest.mark.parametrize("case", WEIGHTED)
+def test_what_is_no_plain_mean_of_the_examples_is_refused_or_right(case: str, batch_size: int) -> None:
+    """Right means: torch's own gradient of the whole batch, however it is cut."""
+    loss, labels = WEIGHTED[case]
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).double()
+    x = torch.randn(6, 4, dtype=torch.float64)
+    batches = list(zip(x.split(batch_size), labels.split(batch_size), strict=True))
+    try:
+        problem = curvlab.Problem(model, loss, batches)
+        gradient = problem.gradient()
+    except ProblemError:
+        return
+    assert callable(loss)
+    loss(model(x), labels).backward()
+    torch.testing.assert_close(gradient["weight"], model.weight.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_a_torch_loss_of_plain_means_is_taken() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.LogSoftmax(1)).double()
+    x = torch.randn(6, 4, dtype=torch.float64)
+    gradient = curvlab.Problem(model, nn.NLLLoss(), x, LABELS).gradient()
+    functional.nll_loss(model(x), LABELS).backward()
+    torch.testing.assert_close(gradient["0.weight"], model[0].weight.grad, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        (lambda z, t: (z.sum() * 10).long(), "gives torch.int64 for one example"),
+        (lambda z, t: z.sum() * math.nan, "is not finite for 6 of 6 examples"),
+        (lambda z, t: None, "fails on one example"),
+        (lambda z, t: -torch.log_softmax(z, -1).gather(0, t[None] + (t == 2)).sum(), "fails on some of 6"),
+        (nn.BCELoss(), "fails on one example"),
+    ],
+)
+def test_functions_that_are_no_loss_of_the_examples_are_refused(loss: object, expected: str) -> None:
+    x = torch.randn(6, 4, dtype=torch.float64)
+    targets = torch.ones(6, 3).double() if isinstance(loss, nn.BCELoss) else LABELS
+    with pytest.raises(ProblemError, match=expected):
+        curvlab.Problem(nn.Linear(4, 3).double(), loss, x, targets)

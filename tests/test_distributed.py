@@ -166,6 +166,17 @@ def test_an_error_on_one_rank_is_raised_on_all(found: Any) -> None:
     assert all("every rank must make the same calls" in rank["refusals"]["apart"] for rank in found)
 
 
+def test_ranks_that_disagree_are_refused_and_start_with_the_weights_of_the_first(found: Any) -> None:
+    for rank, result in enumerate(one["refusals"] for one in found):
+        assert result["other weights"].startswith("RankError: rank 1 of the process group came with other")
+        assert "the weights (`0.weight`)" in result["other weights"]
+        assert torch.equal(result["started with"], ranks.chain()[0].weight)
+        assert len(result["told of"]) == rank
+        assert "has label" in result["bad label"]
+        assert "alpha" in result["other alpha"]
+        assert result["other alpha"].startswith("RankError: rank 1")
+
+
 def test_data_that_change_on_one_rank_make_all_start_anew(found: Any) -> None:
     inputs, targets = ranks.batch()
     inputs[ranks.CUTS["uneven"] :] *= 2

@@ -267,7 +267,7 @@ def test_a_subset_of_layers_and_frozen_parameters_have_no_blocks() -> None:
         assert list(other.blocks) == ["0.bias", "4.weight"]
         for name, block in other.blocks.items():
             torch.testing.assert_close(block.to_dense(), one[name], rtol=1e-12, atol=1e-14)
-    with pytest.raises(StaleError, match=r"`0.weight`, `4.bias`.*frozen"):
+    with pytest.raises(StaleError, match=r"0\.weight, 4\.bias changed since `hessian`"):
         found[2].blocks["2.weight"].to_dense()
     lowest = curvlab.Problem(model, "cross-entropy", x, y, layers=["2"])
     assert list(curvlab.estimate("hessian[full=true]", lowest).blocks) == ["2.weight", "2.bias"]

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import weakref
+from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+import curvlab
+from curvlab.exceptions import CurvlabError, ProblemError, SolveError, SpecError
 from curvlab.optim import LevenbergMarquardt, SecondOrder
 
 
@@ -122,3 +127,108 @@ def test_the_users_batch_is_not_kept_alive():
     del x
     gc.collect()
     assert seen() is None
+
+
+def small_optimizer(**options: Any) -> tuple[nn.Module, SecondOrder]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    return model, SecondOrder(model, "cross-entropy", **options)
+
+
+SMALL_BATCH = (torch.eye(4, dtype=torch.float64), torch.tensor([0, 1, 0, 1]))
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda held: pickle.loads(pickle.dumps(held)),
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9, "ema": 0.8}, {"adapt": True}], ids=str)
+def test_a_copied_optimizer_goes_on_as_the_original_does(how: str, options: dict[str, Any]) -> None:
+    model, optimizer = small_optimizer(**options)
+    optimizer.step(*SMALL_BATCH)
+    copied_model, copied = COPIES[how]((model, optimizer))
+    for _ in range(2):
+        assert torch.equal(optimizer.step(*SMALL_BATCH), copied.step(*SMALL_BATCH))
+    pairs = list(zip(model.parameters(), copied_model.parameters(), strict=True))
+    assert all(torch.equal(one, other) and one is not other for one, other in pairs)
+
+
+def test_an_optimizer_of_a_process_group_is_not_copied() -> None:
+    _, optimizer = small_optimizer()
+    optimizer.process_group = object()  # type: ignore[assignment]
+    with pytest.raises(ProblemError, match="process_group can be neither copied nor pickled"):
+        copy.deepcopy(optimizer)
+
+
+def sgd_state(state: dict[str, Any]) -> dict[str, Any]:
+    return torch.optim.SGD(small_optimizer()[0].parameters(), lr=77.0, momentum=0.9).state_dict()
+
+
+def bad_alpha(state: dict[str, Any]) -> dict[str, Any]:
+    return {**state, "second_order": {**state["second_order"], "alpha": "x"}}
+
+
+def other_sizes(state: dict[str, Any]) -> dict[str, Any]:
+    return {**state, "param_groups": [{**state["param_groups"][0], "params": [0], "lr": 77.0}]}
+
+
+def missing_rate(state: dict[str, Any]) -> dict[str, Any]:
+    group = {key: value for key, value in state["param_groups"][0].items() if key != "momentum"}
+    return {**state, "param_groups": [{**group, "lr": 77.0}]}
+
+
+def other_shapes(state: dict[str, Any]) -> dict[str, Any]:
+    return {**state, "state": {0: {"momentum_buffer": torch.zeros(9)}}}
+
+
+@pytest.mark.parametrize("spoil", [sgd_state, bad_alpha, other_sizes, missing_rate, other_shapes])
+def test_a_state_that_does_not_fit_is_refused_whole(
+    spoil: Callable[[dict[str, Any]], dict[str, Any]],
+) -> None:
+    _, optimizer = small_optimizer(lr=0.3, momentum=0.5)
+    optimizer.step(*SMALL_BATCH)
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(CurvlabError):
+        optimizer.load_state_dict(spoil(copy.deepcopy(before)))
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    assert after["second_order"] == before["second_order"]
+    assert all(
+        torch.equal(after["state"][key]["momentum_buffer"], held["momentum_buffer"])
+        for key, held in before["state"].items()
+    )
+
+
+class Expanded(nn.Module):
+    """A bias whose entries share one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 3).double(), nn.Linear(3, 2).double()
+        self.b.bias = nn.Parameter(torch.zeros(1, dtype=torch.float64).expand(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x)))
+
+
+def test_a_step_that_cannot_be_written_everywhere_is_written_nowhere() -> None:
+    model = Expanded()
+    before = [p.detach().clone() for p in model.parameters()]
+    problem = curvlab.Problem(model, "cross-entropy", *SMALL_BATCH)
+    solution = curvlab.solve("kfi", curvlab.estimate("fisher", problem), problem.gradient(), alpha=0.1)
+    optimizer = SecondOrder(model, "cross-entropy", "fisher")
+    for write in (lambda: solution.add_to(model), lambda: optimizer.step(*SMALL_BATCH)):
+        with pytest.raises(SolveError, match=r"`b\.bias` of shape \(2,\) has entries that share memory"):
+            write()
+        assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+NO_NUMBERS: tuple[Any, ...] = ("x", [1], None, 1j, torch.ones(2), object(), float("nan"))
+
+
+@pytest.mark.parametrize("value", NO_NUMBERS, ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize("name", ["alpha", "lr", "momentum", "weight_decay", "ema", "refresh_every"])
+def test_what_is_no_number_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(SpecError, match=f"{name}=.*expected"):
+        small_optimizer(**{name: value})

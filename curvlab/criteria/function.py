@@ -21,6 +21,8 @@ from curvlab.measure.device import readable
 
 __all__ = ["FunctionCriterion"]
 
+CLASSES_TRIED = 256
+
 
 @dataclass(frozen=True)
 class FunctionCriterion(Criterion):
@@ -51,7 +53,7 @@ class FunctionCriterion(Criterion):
         row, target = logits[:1].detach(), targets[:1]
         try:
             values = self.losses(row, target)
-            if values.shape == (1,):
+            if values.shape == (1,) and values.is_floating_point():
                 self.hessian_products(row, target, torch.ones_like(row))
         except Exception as error:
             raise ProblemError(
@@ -60,26 +62,59 @@ class FunctionCriterion(Criterion):
                 "example that torch.func can batch and differentiate twice (write branches with "
                 "torch.where, and give one_hot its num_classes)"
             ) from error
+        if not values.is_floating_point():
+            raise ProblemError(
+                f"criterion `{self.name}` gives {values.dtype} for one example; expected a floating-point "
+                "number: whole numbers have no gradient"
+            )
         if values.shape != (1,):
             raise ProblemError(
                 f"criterion `{self.name}` gives shape {tuple(values.shape[1:])} for one example; "
                 "expected a scalar: sum or average over the outputs"
             )
         self._check_one_example(logits.detach(), targets)
-        self._check_batch_mean(logits.detach(), targets)
+        singles = self._all_losses(logits.detach(), targets)
+        self._check_batch_mean(logits.detach(), targets, singles)
+        self._check_class_weights(row, target)
 
-    def _check_batch_mean(self, logits: Tensor, targets: Tensor) -> None:
-        """Refuse what is no plain mean of its examples: class weights, `ignore_index`, pairs of examples."""
-        if self.batched is None:
-            return
-        singles = self.losses(logits, targets)
+    def _all_losses(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """ξ_i of all examples: bad labels, and values that are no number, are found here."""
+        try:
+            singles = self.losses(logits, targets)
+        except Exception as error:
+            raise ProblemError(
+                f"criterion `{self.name}` fails on some of {len(logits)} examples, though not on the first: "
+                f"{error}. Check the targets: labels go from 0 to {logits.shape[1] - 1}"
+            ) from error
         if not bool(torch.isfinite(singles).all()):
             raise ProblemError(
                 f"criterion `{self.name}` is not finite for {int((~torch.isfinite(singles)).sum())} of "
                 f"{len(singles)} examples by themselves (ignored labels?): it is no mean of the examples. "
                 f"Use `cross-entropy` with `ignore_index`, or leave these examples out"
             )
-        if len(logits) < 2:
+        return singles
+
+    def _check_class_weights(self, row: Tensor, target: Tensor) -> None:
+        """The same on one example of each class, which shows weights that the batch at hand does not.
+
+        The labels of a batch may all be of one class, or of one weight; those of the next are not.
+        """
+        classes = row.shape[1]
+        if self.batched is None or target.is_floating_point() or target.ndim != 1 or classes < 2:
+            return
+        labels = torch.arange(min(classes, CLASSES_TRIED), device=target.device).to(target.dtype)
+        logits = row.expand(len(labels), classes).contiguous()
+        try:
+            singles = self.losses(logits, labels)
+        except Exception:
+            return  # targets that are no labels
+        counted = torch.isfinite(singles)  # a class that is ignored does no harm where no example has it
+        if int(counted.sum()) > 1:
+            self._check_batch_mean(logits[counted], labels[counted], singles[counted])
+
+    def _check_batch_mean(self, logits: Tensor, targets: Tensor, singles: Tensor) -> None:
+        """Refuse what is no plain mean of its examples: class weights, `ignore_index`, pairs of examples."""
+        if self.batched is None or len(logits) < 2:
             return
         try:
             whole = self.batched(logits, targets)
@@ -127,10 +162,13 @@ class FunctionCriterion(Criterion):
         """
         if self.batched is None or isinstance(self.batched, nn.Module):
             return self.batched is not None
-        twice = self.batched(
-            logits[:1].expand(2, *logits.shape[1:]), targets[:1].expand(2, *targets.shape[1:])
-        )
-        return bool(torch.isclose(twice.to(singles), singles[0], rtol=1e-5))
+        try:
+            twice = self.batched(
+                logits[:1].expand(2, *logits.shape[1:]), targets[:1].expand(2, *targets.shape[1:])
+            )
+        except Exception:
+            return False  # it takes batches of other sizes by accident, being meant for one example
+        return twice.shape == () and bool(torch.isclose(twice.to(singles), singles[0], rtol=1e-5))
 
     def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Give ξ_i by `vmap`."""

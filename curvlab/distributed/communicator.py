@@ -16,7 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -111,6 +111,27 @@ class Communicator(ABC):
     def any(self, flag: bool, device: torch.device) -> bool:
         """Whether the flag is set on any rank."""
         return bool(self.sum(torch.tensor([int(flag)], device=device)) > 0)
+
+    def all_equal(self, digest: int, failed: bool, device: torch.device) -> bool:
+        """Whether the 64-bit `digest` is the same on all ranks, and none has failed; one small message.
+
+        n Σ d² = (Σ d)² holds for equal d only. All ranks see the same sums, and so come to the same verdict;
+        in pieces of 22 bits they are exact.
+        """
+        pieces = [(digest >> shift) & 0x3FFFFF for shift in (0, 22, 44)]
+        sent = [int(failed), *pieces, *(piece * piece for piece in pieces)]
+        failures, *sums = self.sum(torch.tensor(sent, dtype=torch.int64, device=device)).tolist()
+        pairs = zip(sums[:3], sums[3:], strict=True)
+        return failures == 0 and all(self.size * squares == total**2 for total, squares in pairs)
+
+    def raise_on_all(self, error: Exception) -> NoReturn:
+        """Raise `error` here, and on the other ranks in the `collect` which they take part in next."""
+
+        def fail() -> None:
+            raise error
+
+        self.collect(fail)
+        raise AssertionError("unreachable")
 
     def collect(self, function: Callable[[], T]) -> list[T]:
         """What `function` returns on each rank; where it raises on one, all raise instead of waiting."""
@@ -251,8 +272,10 @@ class ProcessGroupCommunicator(Communicator):
         return told[0][0]  # type: ignore[return-value]
 
 
-def communicator_of(process_group: ProcessGroup | None) -> Communicator:
-    """The ranks of a process group; without one, this process alone."""
+def communicator_of(process_group: ProcessGroup | Communicator | None) -> Communicator:
+    """The ranks of a process group; without one, this process alone. A communicator is taken as it is."""
+    if isinstance(process_group, Communicator):
+        return process_group
     return LOCAL if process_group is None else ProcessGroupCommunicator(process_group)
 
 

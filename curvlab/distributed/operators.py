@@ -17,7 +17,7 @@ from torch import Tensor
 
 from curvlab.curvature import Curvature
 from curvlab.curvature_layers import LayerCurvature, OperatorLayer
-from curvlab.distributed.communicator import Communicator
+from curvlab.distributed.communicator import Communicator, failure_of
 from curvlab.linalg import Block
 from curvlab.linalg.factors import frobenius_norm
 
@@ -46,8 +46,10 @@ class JoinedBlock(Block):
         return self.own.nbytes
 
     def _sum(self, function: Callable[[], Tensor], shape: tuple[int, ...]) -> Tensor:
-        mine = function() * self.share if self.share else self.example.new_zeros(shape)
-        return self.communicator.sum(mine)
+        def shared() -> list[Tensor]:
+            return [function() * self.share if self.share else self.example.new_zeros(shape)]
+
+        return _sum_or_raise(self.communicator, shared, [self.example.new_zeros(shape)])[0]
 
     def matmul(self, x: Tensor) -> Tensor:
         return self._sum(lambda: self.own.matmul(x), self.shape)
@@ -66,6 +68,26 @@ class JoinedBlock(Block):
         return self._sum(self.own.to_dense, (self.numel, self.numel))
 
 
+def _sum_or_raise(
+    communicator: Communicator, function: Callable[[], list[Tensor]], nothing: list[Tensor]
+) -> list[Tensor]:
+    """Σ_r of what `function` returns; where it raises on one rank, all raise.
+
+    One more entry in the same message counts the ranks that failed and added `nothing`.
+    """
+    failed: Exception | None = None
+    try:
+        mine = function()
+    except Exception as error:
+        failed, mine = error, nothing
+    flag = nothing[0].new_full((), float(failed is not None))
+    *totals, failures = communicator.sums([*mine, flag])
+    if float(failures):
+        told = communicator.gather_objects(None if failed is None else failure_of(failed, communicator.rank))
+        raise failed or next(failure for failure in told if failure is not None).error()
+    return totals
+
+
 def join_operators(curvature: Curvature, communicator: Communicator, share: float) -> Curvature:
     """The curvature with its matrix-free blocks and cross-layer products reduced over all ranks."""
     if not curvature.live and curvature.full_product is None:
@@ -77,12 +99,15 @@ def join_operators(curvature: Curvature, communicator: Communicator, share: floa
 
     def product(vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         names = [name for layer in layers for name in layer.blocks]
-        if share:
+        nothing = [torch.zeros_like(vectors[name]) for name in names]
+
+        def shared() -> list[Tensor]:
+            if not share:
+                return nothing
             found = full(vectors)
-            mine = [found[name] * share for name in names]
-        else:
-            mine = [torch.zeros_like(vectors[name]) for name in names]
-        return dict(zip(names, communicator.sums(mine), strict=True))
+            return [found[name] * share for name in names]
+
+        return dict(zip(names, _sum_or_raise(communicator, shared, nothing), strict=True))
 
     return replace(curvature, layers=layers, full_product=product)
 

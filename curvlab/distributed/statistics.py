@@ -25,7 +25,7 @@ used again is agreed on by all ranks in the call itself: a rank that has new dat
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import sqrt
 from typing import Any, Literal, Protocol, cast
@@ -33,6 +33,7 @@ from typing import Any, Literal, Protocol, cast
 import torch
 from torch import Tensor
 
+from curvlab.distributed.agreement import Description, check_agreement
 from curvlab.distributed.communicator import Communicator
 from curvlab.exceptions import NoRowsError, RankError
 from curvlab.gradient import Gradient, RowFactor, RowGradient
@@ -154,6 +155,9 @@ class LocalRows(Protocol):
 
     def examples(self) -> int:
         """Number of examples."""
+
+    def describe(self, settings: Mapping[str, object]) -> Description:
+        """What must be the same on all ranks: the model, the criterion, and further `settings`."""
 
     def local_means(self, statistics: Accumulator | None, *, gradient: bool, loss: bool) -> LocalMeans:
         """The means over these rows; raises `NoRowsError` where none counts."""
@@ -299,13 +303,14 @@ class _Wanted:
 
 @dataclass(frozen=True)
 class _Report:
-    """What a rank tells the others: what it lacks and keeps, what its rows weigh, and its payload.
+    """What a rank tells the others: what it lacks and keeps, what it is, what its rows weigh, its payload.
 
     A rank without a row that counts has weight 0, and describes nothing.
     """
 
     lacks: tuple[object, ...]
     keeps: tuple[RowsKey, ...]
+    digests: Mapping[str, int] = field(default_factory=dict)
     weight: float = 0.0
     entries: tuple[PayloadEntry, ...] = ()
 
@@ -319,11 +324,13 @@ def join_statistics(
     *,
     gradient: bool = False,
     loss: bool = False,
+    settings: Mapping[str, object] | None = None,
 ) -> JoinedStatistics:
     """The means over the rows of all ranks; every rank must make this call with the same wishes.
 
     `kept` is what an earlier call returned. `accumulator(statistics)` takes the means of those of the
-    `statistics` that are lacking.
+    `statistics` that are lacking. `settings` are what must be the same on all ranks beside model and
+    criterion, by what messages call them.
     """
     wanted = _Wanted(tuple(statistics), gradient, loss)
     if kept is None or kept.communicator != communicator or kept.versions.differing(local.tensors):
@@ -332,11 +339,12 @@ def join_statistics(
     def start(lacking: Sequence[Statistic]) -> Accumulator | None:
         return None if accumulator is None or not lacking else accumulator(lacking)
 
-    call = _Call(local, wanted, start, kept)
+    call = _Call(local, wanted, start, kept, settings or {})
     reports = call.reports()
+    check_agreement(communicator, call.description, [report.digests for report in reports])
     if len({(report.lacks, report.keeps) for report in reports}) > 1:
         # Some rank has other data than before: nothing that was kept is of the same rows.
-        call = _Call(local, wanted, start, JoinedStatistics(communicator, local.versions))
+        call = _Call(local, wanted, start, JoinedStatistics(communicator, local.versions), {})
         reports = call.reports()
     call.finish(reports)
     return call.joined
@@ -351,12 +359,19 @@ class _Call:
         wanted: _Wanted,
         accumulator: Callable[[Sequence[Statistic]], Accumulator | None],
         joined: JoinedStatistics,
+        settings: Mapping[str, object],
     ) -> None:
         self.local, self.accumulator, self.joined = local, accumulator, joined
         self.communicator = joined.communicator
         self.lacking = wanted.lacking(joined)
         self.owners = _owner_names(wanted.statistics)
         self.held: list[Joinable] = []
+        self.settings = settings
+
+    @cached_property
+    def description(self) -> Description:
+        """What this rank says of its model, criterion and settings."""
+        return self.local.describe(self.settings)
 
     @cached_property
     def weights(self) -> list[str]:
@@ -370,7 +385,7 @@ class _Call:
     def _report(self) -> _Report:
         todo = self.lacking
         lacks = (*(self.owners[s] for s in todo.statistics), todo.gradient, todo.loss, todo.share)
-        report = _Report(lacks, tuple(self.joined.rows))
+        report = _Report(lacks, tuple(self.joined.rows), self.description.digests())
         if todo.nothing:
             return report
         if todo.gradient:
@@ -382,7 +397,7 @@ class _Call:
             return report
         pairs = list(_payload(means, self.owners, self.weights))
         self.held = [held for _, held in pairs]
-        return _Report(lacks, report.keeps, means.weight, tuple(entry for entry, _ in pairs))
+        return replace(report, weight=means.weight, entries=tuple(entry for entry, _ in pairs))
 
     def finish(self, reports: Sequence[_Report]) -> None:
         """Exchange what is lacking, and keep it."""

@@ -64,7 +64,7 @@ def dense_from(product: Callable[[Tensor], Tensor], n: int, like: Tensor) -> Ten
 
 @dataclass(frozen=True, eq=False)
 class Block(FullPrecision, ABC):
-    """A symmetric linear map on tensors of one parameter's shape."""
+    """A symmetric linear map on tensors of one parameter's shape; what it returns is the caller's own."""
 
     kind: ClassVar[str]
 
@@ -105,9 +105,12 @@ class Block(FullPrecision, ABC):
         """Root of the sum of squares of all entries."""
 
     def __matmul__(self, x: Tensor) -> Tensor:
-        if tuple(x.shape) != self.shape:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"this block acts on tensors of shape {self.shape}; got a {type(x).__name__}")
+        if tuple(x.shape) != self.shape or x.dtype != self.example.dtype:
             raise ValueError(
-                f"this block acts on tensors of shape {self.shape}, the parameter's own; got {tuple(x.shape)}"
+                f"this block acts on tensors of shape {self.shape}, the parameter's own, and "
+                f"{self.example.dtype}; got {tuple(x.shape)} and {x.dtype}"
             )
         return self.matmul(x)
 
@@ -166,20 +169,22 @@ class FactorBlock(Block):
     def matmul(self, x: Tensor) -> Tensor:
         return self.factor.matmul(x.reshape(-1, 1)).reshape(self.shape)
 
+    # Copies, since a factor hands out what it holds: what a block returns is the caller's own.
+
     def trace(self) -> Tensor:
-        return self.factor.trace()
+        return self.factor.trace().clone()
 
     def diagonal(self) -> Tensor:
-        return self.factor.diagonal().reshape(self.shape)
+        return self.factor.diagonal().reshape(self.shape).clone()
 
     def frobenius_norm(self) -> Tensor:
         return self.factor.frobenius_norm()
 
     def _dense(self) -> Tensor:
-        return self.factor.to_dense()
+        return self.factor.to_dense().clone()
 
     def eigvalsh(self, max_bytes: int = DENSE_BYTES) -> Tensor:
-        return self.factor.eigvalsh()
+        return self.factor.eigvalsh().clone()
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -403,7 +408,7 @@ class ShiftedBlock(Block):
         return (square + cross + self.shift**2 * self.numel).clamp(min=0).sqrt()
 
     def _dense(self) -> Tensor:
-        dense = self.block._dense().clone()
+        dense = self.block._dense()
         dense.diagonal().add_(self.shift)
         return dense
 

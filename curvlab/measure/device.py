@@ -7,6 +7,7 @@ number may be read back to the host at all, and `read_interval` how often an ite
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import numpy as np
@@ -21,6 +22,7 @@ __all__ = [
     "describe",
     "has_allocator_statistics",
     "keep_freed_memory",
+    "memory_bytes",
     "peak_allocated",
     "read_interval",
     "readable",
@@ -77,6 +79,22 @@ def readable(tensor: Tensor) -> bool:
     (True, False)
     """
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))
+
+
+def memory_bytes(device: torch.device) -> int | None:
+    """The bytes of memory that a device has in all; None where that cannot be known.
+
+    >>> memory_bytes(torch.device("meta")) is None
+    True
+    """
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    if device.type != "cpu":
+        return None
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # no POSIX system
+        return None
 
 
 def read_interval(tensor: Tensor) -> int:

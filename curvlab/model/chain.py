@@ -9,7 +9,6 @@ was computed, for this batch; a forward that computes something else for the nex
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from torch.nn import functional as F
 from curvlab.activations import FUNCTIONS, Activation, Identity, LeakyReLU, activation_of, elementwise
 from curvlab.exceptions import ProblemError
 from curvlab.measure import device
+from curvlab.model.graph import own_hook
 
 __all__ = ["ChainLayer", "ChainReader", "ReadChain"]
 
@@ -74,7 +74,6 @@ class ChainReader:
     def __init__(self, inputs: Tensor, weights: Mapping[int, Tensor | None], model: nn.Module) -> None:
         self._weights = weights
         self._model = model
-        self._thread = threading.get_ident()
         self._found: dict[int, tuple[Tensor, int, ReadChain]] = {}
         self.resting = False
         self.why_not = "its forward calls no Linear layer on its input"
@@ -214,15 +213,17 @@ class ChainReader:
                 handle.remove()
 
     def _entering(self, entered: list[ReadChain | None]) -> Callable[..., None]:
+        @own_hook
         def note(module: nn.Module, args: tuple[Any, ...]) -> None:
-            if threading.get_ident() == self._thread and not self.resting:
+            if not self.resting:
                 entered.append(self._chain_of(args[0]) if len(args) == 1 else None)
 
         return note
 
     def _leaving(self, entered: list[ReadChain | None]) -> Callable[..., None]:
+        @own_hook
         def note(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            if threading.get_ident() != self._thread or self.resting:
+            if self.resting:
                 return
             chain = entered.pop()
             if chain is None or not isinstance(output, Tensor) or self._chain_of(output) is not None:

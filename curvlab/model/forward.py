@@ -26,7 +26,7 @@ from curvlab.measure import device
 from curvlab.model.calling import Inputs, example_count, tensors_of
 from curvlab.model.chain import ChainReader, ReadChain
 from curvlab.model.float_copy import in_float
-from curvlab.model.graph import Network
+from curvlab.model.graph import Network, own_hook
 from curvlab.model.layers import Chain, Layer, WatchedUses, layers_of
 from curvlab.model.watch import Watch, leaves_behind
 
@@ -160,9 +160,11 @@ def _entered(network: Network) -> Iterator[list[_Entered]]:
     handles = []
     for name, module in network.model.named_modules():
 
+        @own_hook
         def enter(module: nn.Module, args: tuple[Any, ...], name: str = name) -> None:
             inside.append(_Entered(name, module, args))
 
+        @own_hook
         def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             inside.pop()
 
@@ -277,6 +279,7 @@ def _modules_not_finite(network: Network, inputs: Inputs) -> Iterator[str]:
     for name, module in network.model.named_modules():
         own = any(True for _ in module.parameters(recurse=False))
 
+        @own_hook
         def note(_: nn.Module, __: Any, output: Any, name: str = name) -> None:
             if isinstance(output, Tensor) and not bool(torch.isfinite(output).all()):
                 found.append(f"the pre-activations of layer `{name}`" if name else "the model's outputs")

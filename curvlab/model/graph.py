@@ -8,10 +8,13 @@ those of the problem.
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +23,7 @@ from curvlab.exceptions import ProblemError, StaleError
 from curvlab.model.calling import ModelCall, OutputChoice
 from curvlab.model.float_copy import FloatCopy
 
-__all__ = ["DROPOUTS", "Network", "unwrap", "uses_batch"]
+__all__ = ["DROPOUTS", "Network", "hooks_of", "own_hook", "unwrap", "uses_batch"]
 
 DROPOUTS = (nn.Dropout, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 DTYPES = (torch.float32, torch.float64)
@@ -107,7 +110,7 @@ class Network:
         shown = ", ".join(f"`{name}`" for name in sorted(set(changed))[:NAMES_SHOWN])
         raise StaleError(
             f"the model has changed since the problem was made: {shown} (modules or parameters replaced, "
-            f"added, removed, frozen or unfrozen). Make a new Problem of it"
+            f"added, removed, frozen or unfrozen). Make a new Problem of it, or a new SecondOrder"
         )
 
     def check_modes(self) -> None:
@@ -126,17 +129,20 @@ class Network:
                     f'SecondOrder(…, batchnorm="running") takes the curvature with the running ones'
                 )
 
-    def settings_key(self) -> Hashable:
-        """What a module's forward may read of itself beside tensors: its modes, hooks and settings.
+    def settings_watch(self) -> Callable[[], dict[str, Hashable] | None]:
+        """Gives what a forward may read of its modules beside tensors when called: modes, hooks and settings.
 
-        Numbers, texts and the identities of functions are compared, so that a changed slope, stride, flag or
-        forward is seen; what a module keeps in lists or objects of its own is not looked into.
+        Numbers, texts and the identities of functions are in it, so that a changed slope, stride, flag or
+        forward is seen, under the module's name; what a module keeps in lists or objects of its own is not
+        looked into. The model is not kept alive: None once it is gone.
         """
-        found: list[Hashable] = []
-        for module in self.given.modules():
-            found.extend(module.__dict__)
-            found.extend(map(_setting, module.__dict__.values()))
-        return tuple(found), self.structure_key()
+        model = weakref.ref(self.given)
+
+        def settings() -> dict[str, Hashable] | None:
+            held = model()
+            return None if held is None else _settings(held)
+
+        return settings
 
     def has_backward_hooks(self) -> bool:
         """Whether anything may change gradients on their way: what a hook does may change at any time."""
@@ -149,12 +155,52 @@ class Network:
 
     def structure_key(self) -> Hashable:
         """What a forward's code may ask beside its inputs: modules, modes, hooks and dtypes."""
-        modules = tuple(
-            (id(module), module.training, *(tuple(hooks) for hooks in _hooks_of(module)))
-            for module in self.given.modules()
-        )
-        dtypes = tuple((id(p), p.dtype, p.device, p.requires_grad) for p in self.given.parameters())
-        return modules, dtypes, tuple(tuple(hooks) for hooks in _global_hooks())
+        return _structure_key(self.given)
+
+
+def _settings(model: nn.Module) -> dict[str, Hashable]:
+    settings: dict[str, Hashable] = {
+        name: (id(p), p.dtype, p.device, p.requires_grad) for name, p in model.named_parameters()
+    }
+    for name, module in model.named_modules():
+        own = list(module.__dict__.items())
+        found = (id(module), *[key for key, _ in own], *[_setting(value) for _, value in own])
+        settings[f"module `{name}`" if name else "the model"] = found
+    settings["global hooks of modules"] = _hook_keys(_global_hooks())
+    return settings
+
+
+def _structure_key(model: nn.Module) -> Hashable:
+    modules = [(id(module), module.training, _hook_keys(hooks_of(module))) for module in model.modules()]
+    kinds = [(id(p), p.dtype, p.device, p.requires_grad) for p in model.parameters()]
+    return tuple(modules), tuple(kinds), _hook_keys(_global_hooks())
+
+
+def own_hook(function: Callable[..., None]) -> Callable[..., None]:
+    """A hook of curvlab's own, which listens to the forwards of the thread that made it, and changes nothing.
+
+    Other threads that use the model at the same time do not hear of it, nor take it for a change of the
+    model.
+    """
+    thread = threading.get_ident()
+
+    def hook(*args: Any) -> None:
+        if threading.get_ident() == thread:
+            function(*args)
+
+    hook.curvlab_own = True  # type: ignore[attr-defined]
+    return hook
+
+
+def _hook_keys(tables: Sequence[Mapping[int, object]]) -> Hashable:
+    # Copied at once, as other threads may add hooks meanwhile.
+    return tuple(
+        [tuple([key for key, hook in list(t.items()) if not _own(hook)]) if t else () for t in tables]
+    )
+
+
+def _own(hook: object) -> bool:
+    return hasattr(hook, "curvlab_own")
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -201,13 +247,15 @@ def _setting(value: object) -> Hashable:
     if kind in _PLAIN:
         return kind, value
     if kind in _TABLES:
-        return tuple([(key, id(entry)) for key, entry in value.items()]) if value else ()  # type: ignore[attr-defined]
+        # Copied at once, as other threads may add hooks meanwhile.
+        return tuple([(key, id(x)) for key, x in list(value.items()) if not _own(x)]) if value else ()  # type: ignore[attr-defined]
     if kind is tuple:
         return repr(value)
     return id(value) if callable(value) else kind.__qualname__
 
 
-def _hooks_of(module: nn.Module) -> tuple[Mapping[int, object], ...]:
+def hooks_of(module: nn.Module) -> tuple[Mapping[int, object], ...]:
+    """The hooks of a module, forward and backward."""
     return (
         module._forward_hooks,
         module._forward_pre_hooks,
@@ -228,6 +276,8 @@ def _global_hooks() -> tuple[Mapping[int, object], ...]:
 
 def _chosen(model: nn.Module, trainable: Mapping[str, Tensor], layers: Sequence[str]) -> dict[str, Tensor]:
     """The trainable parameters of the modules, or under the names, that the user lists."""
+    if not isinstance(layers, Sequence) or not all(isinstance(name, str) for name in layers):
+        raise ProblemError(f"layers={layers!r}; expected a list of names of modules or parameters")
     if isinstance(layers, str):
         raise ProblemError(f"layers is the text {layers!r}; expected a list of names: layers=[{layers!r}]")
     modules = [name for name, _ in model.named_modules(remove_duplicate=False)]
@@ -266,6 +316,12 @@ def _check_initialised(model: nn.Module) -> None:
 
 
 def _check_trainable(model: nn.Module, chosen: Mapping[str, Tensor], layers: Sequence[str] | None) -> None:
+    empty = [f"`{name}` of shape {tuple(p.shape)}" for name, p in chosen.items() if p.numel() == 0]
+    if empty:
+        raise ProblemError(
+            f"{', '.join(empty)} has no entries, and so no curvature: give the layer a width above 0, or "
+            f"leave it out with layers=[…]"
+        )
     if not chosen:
         which = f"all of {type(model).__name__}" if layers is None else f"layers={list(layers)}"
         raise ProblemError(

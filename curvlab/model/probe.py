@@ -155,7 +155,7 @@ class _Probe:
         with torch.inference_mode(False), torch.enable_grad():
             found = torch.autograd.grad(logits, list(parameters.values()), cotangent, allow_unused=True)
         return {
-            name: torch.zeros_like(p) if g is None else g
+            name: torch.zeros_like(p) if g is None else g.to_dense() if g.is_sparse else g
             for (name, p), g in zip(parameters.items(), found, strict=True)
         }
 

@@ -18,8 +18,17 @@ from curvlab.linalg import Step
 from curvlab.linalg.factors import max_abs
 from curvlab.linalg.steps import add_step
 from curvlab.measure import device
+from curvlab.solvers.solution import Solution, Status, check_parameters
 
-__all__ = ["Change", "check_finite"]
+__all__ = ["Change", "StagnationWarning", "check_finite", "check_writable", "looks_at_residual", "stagnated"]
+
+# Where rounding leaves a relative residual beyond this, the step is not the one that was asked for.
+STAGNATED_BEYOND = 1e-2
+FIRST_LOOK, LOOK_EVERY = 10, 100
+
+
+class StagnationWarning(UserWarning):
+    """Rounding has stopped the solves of a step far from their solution."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +69,11 @@ class Change:
         self.parameter.add_(self.buffer, alpha=self.rate)
 
 
+def check_writable(changes: list[Change]) -> None:
+    """Raise `SolveError` if a parameter cannot be changed in place, before any is."""
+    check_parameters({change.name: change.parameter for change in changes})
+
+
 def check_finite(changes: list[Change]) -> None:
     """Raise `SolveError`, naming the layer, if any change would write NaN or infinity."""
     bounds = torch.stack([change.bound() for change in changes])
@@ -78,3 +92,33 @@ def check_finite(changes: list[Change]) -> None:
 def _finite(change: Change) -> bool:
     moved = (change.parameter + change.form()).to(change.parameter.dtype)
     return bool(torch.isfinite(moved).all())
+
+
+def looks_at_residual(step: int) -> bool:
+    """Whether the residuals of a step, counted from 0, are looked at.
+
+    It takes about a fifth of a step's time to know them: that of the tenth step and of every hundredth.
+
+    >>> [step for step in range(250) if looks_at_residual(step)]
+    [9, 99, 199]
+    """
+    return step + 1 == FIRST_LOOK or (step + 1) % LOOK_EVERY == 0
+
+
+def stagnated(solution: Solution) -> str | None:
+    """What to say where rounding stopped a solve with a residual above `STAGNATED_BEYOND`, if it did."""
+    far = [
+        block
+        for block in solution.blocks.values()
+        if block.status is Status.STAGNATED and block.residual > STAGNATED_BEYOND
+    ]
+    if not far:
+        return None
+    worst = max(far, key=lambda block: block.residual)
+    return (
+        f"`{solution.solver}` on `{solution.provider}`: rounding stopped {len(far)} of "
+        f"{len(solution.blocks)} blocks far from their solution; `{worst.name}` has a relative residual of "
+        f"{worst.residual:.2g} (route {worst.route}), so that steps there are not those that were asked for. "
+        f"Near a stationary point, where the gradients of the examples cancel, train in float64, or use the "
+        f"solver with route=dense. This is said once"
+    )

@@ -10,9 +10,11 @@ outlive their batch (`ema`, `refresh_every`) do.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from math import inf
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -23,15 +25,23 @@ from curvlab.criteria.registry import criterion_named
 from curvlab.curvature import Curvature
 from curvlab.curvature_io import Packed
 from curvlab.defaults import STEP_ALPHA, STEP_LR, STEP_PROVIDER, STEP_SOLVER
+from curvlab.distributed.agreement import adopt_first_rank, agree
 from curvlab.distributed.communicator import communicator_of
 from curvlab.exceptions import ProblemError, SpecError
 from curvlab.gradient import Gradient
 from curvlab.linalg.precision import full_precision
-from curvlab.measure.device import keep_freed_memory
+from curvlab.measure.device import keep_freed_memory, readable
 from curvlab.model.graph import Network, unwrap
 from curvlab.optim.average import average, kept
 from curvlab.optim.batch_statistics import NOTE, BatchStatistics, running_statistics
-from curvlab.optim.guard import Change, check_finite
+from curvlab.optim.guard import (
+    Change,
+    StagnationWarning,
+    check_finite,
+    check_writable,
+    looks_at_residual,
+    stagnated,
+)
 from curvlab.optim.levenberg_marquardt import LevenbergMarquardt
 from curvlab.problem import Problem
 from curvlab.providers import estimate
@@ -41,6 +51,7 @@ from curvlab.providers.registry import providers
 from curvlab.solvers import Solution, solve
 from curvlab.solvers.base import Solver
 from curvlab.solvers.registry import solvers
+from curvlab.specs import check_number
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -74,14 +85,19 @@ class SecondOrder(torch.optim.Optimizer):
         refresh_every: estimate the curvature at every k-th step only.
         adapt: Levenberg-Marquardt adaptation of alpha; True for its defaults.
         process_group: step on the rows of all ranks of this group: every rank calls `step` with its own
-            part of the batch (which may have no rows), and all take the same step.
+            part of the batch (which may have no rows), and all take the same step. All ranks begin with the
+            parameters and buffers of rank 0: one that had others gets rank 0's, and is warned. Settings or
+            weights that differ later end all ranks with a `RankError`, and so does an error of one.
         batchnorm: `"running"` for models with batch normalisation in training mode, which are refused
             without it: the gradient and the loss are those with the batch's statistics, and the curvature is
             that with the running ones, which a step updates once, as torch's own forward does. The
             solution's notes and the optimizer's `repr` say so.
 
-    `on_solution`, if set, is called with every step's `Solution` before the parameters change. The model
-    is used in the mode it is in; layers that are random in training mode are refused.
+    Where rounding stops a solve far from its solution (`stagnated` with a relative residual above 1e-2, as
+    in float32 near a stationary point) a `StagnationWarning` says so once; residuals are looked at in the
+    tenth step and in every hundredth. `on_solution`, if set, is called with every step's `Solution` before
+    the parameters change. The model is used in the mode it is in; layers that are random in training mode
+    are refused.
 
     >>> model = nn.Sequential(nn.Linear(4, 3), nn.Sigmoid(), nn.Linear(3, 2))
     >>> optimizer = SecondOrder(model, "cross-entropy", provider="pch-1", solver="ea-cg")
@@ -110,32 +126,39 @@ class SecondOrder(torch.optim.Optimizer):
         process_group: ProcessGroup | None = None,
         batchnorm: Literal["running"] | None = None,
     ) -> None:
-        self.batchnorm = _batchnorm(batchnorm, process_group)
-        with self._running_statistics(unwrap(model)):
-            network = Network.of(model)
-        if self.batchnorm is not None and network.copied is not None:
-            raise SpecError(
-                f'batchnorm="{self.batchnorm}" with a model in {network.copied.dtype}: its running '
-                f"statistics would be those of a float32 copy. Call model.float() first"
-            )
-        self._model, self._criterion = network.given, criterion_named(criterion)
-        self._names = {p: name for name, p in network.given.named_parameters()}
-        self._blocks = set(network.parameters)
-        self._provider, self._solver = provider, solver
-        self._reads = solvers.make(solver).input_factor
-        providers.make(provider)
-        self._alpha = 0.0
-        self.alpha = alpha
-        self.max_grad_norm = _positive("max_grad_norm", max_grad_norm)
-        self.ema, self.refresh_every = _fraction("ema", ema), _count("refresh_every", refresh_every)
-        self.adapt = (LevenbergMarquardt() if adapt else None) if isinstance(adapt, bool) else adapt
-        self.process_group = process_group
-        self.on_solution: Callable[[Solution], None] | None = None
-        self._base: Problem | None = None
-        self._kept: Curvature | None = None
-        self._steps = self._estimates = 0
-        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        super().__init__(self._everything() if params is None else params, defaults)
+        communicator = communicator_of(process_group)
+        try:
+            self.batchnorm = _batchnorm(batchnorm, process_group)
+            with self._running_statistics(unwrap(model)):
+                network = Network.of(model)
+            if self.batchnorm is not None and network.copied is not None:
+                raise SpecError(
+                    f'batchnorm="{self.batchnorm}" with a model in {network.copied.dtype}: its running '
+                    f"statistics would be those of a float32 copy. Call model.float() first"
+                )
+            self._model, self._criterion = network.given, criterion_named(criterion)
+            self._names = {p: name for name, p in network.given.named_parameters()}
+            self._blocks = set(network.parameters)
+            self._provider, self._solver = provider, solver
+            self._reads = solvers.make(solver).input_factor
+            providers.make(provider)
+            self._alpha = 0.0
+            self.alpha = alpha
+            self.max_grad_norm = _positive("max_grad_norm", max_grad_norm)
+            self.ema, self.refresh_every = _fraction("ema", ema), _count("refresh_every", refresh_every)
+            self.adapt = (LevenbergMarquardt() if adapt else None) if isinstance(adapt, bool) else adapt
+            self.process_group = process_group
+            self.on_solution: Callable[[Solution], None] | None = None
+            self._base: Problem | None = None
+            self._kept: Curvature | None = None
+            self._steps = self._estimates = 0
+            self._said_stagnated = False
+            defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+            super().__init__(self._everything() if params is None else params, defaults)
+        except Exception as error:
+            communicator.raise_on_all(error)
+        communicator.collect(lambda: None)  # so that what is wrong on one rank is raised on all
+        adopt_first_rank(communicator, network)
         keep_freed_memory(self.param_groups[0]["params"][0].device)
 
     @property
@@ -145,9 +168,8 @@ class SecondOrder(torch.optim.Optimizer):
 
     @alpha.setter
     def alpha(self, value: float) -> None:
-        if not 0 < value <= 1:
-            raise SpecError(f"alpha={value}: the identity's share must be in (0, 1]")
-        self._alpha = float(value)
+        expected = "the identity's share, a number in (0, 1]"
+        self._alpha = check_number("alpha", value, expected, lambda x: 0 < x <= 1)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters with its own lr, momentum and weight_decay."""
@@ -161,9 +183,11 @@ class SecondOrder(torch.optim.Optimizer):
                 f"{shapes} have no curvature: only trainable parameters of the model do. Leave them to "
                 f"another optimizer"
             )
-        _rate("lr", group["lr"])
-        _fraction("momentum", group["momentum"])
-        _rate("weight_decay", group["weight_decay"])
+        try:
+            _check_group(group)
+        except SpecError:
+            self.param_groups.pop()
+            raise
         self._base = None
 
     @full_precision
@@ -173,11 +197,12 @@ class SecondOrder(torch.optim.Optimizer):
         A step that would write NaN or infinity raises `SolveError` with the layer's name; parameters,
         running statistics and optimizer are then as they were. `p.grad` is neither read nor written.
         """
-        inputs, targets = _batch(inputs, targets)
-        if self.process_group is not None and isinstance(inputs, Tensor) and len(inputs) == 0:
-            inputs, targets = [], None
+        communicator = communicator_of(self.process_group)
         with torch.no_grad(), self._running_statistics(self._model) as statistics:
-            problem = self._problem(inputs, targets)
+            try:
+                problem = self._problem(*_batch(inputs, targets))
+            except Exception as error:
+                communicator.raise_on_all(error)
             estimating = self._kept is None or self._steps % self.refresh_every == 0
             loss, gradient, fresh = self._observe(problem, estimating, statistics)
             curvature, keep = self._curvature(problem, fresh)
@@ -185,9 +210,9 @@ class SecondOrder(torch.optim.Optimizer):
             solution = solve(self._solver, curvature, gradient, alpha=self._alpha, process_group=group)
             self._base = problem.empty_like()  # knows the layers, for a rank that gets no rows next
             changes = list(self._changes(solution, self._clipping(gradient)))
-            check_finite(changes)
-            if self.on_solution is not None:
-                self.on_solution(solution)
+            # No rank writes before all can.
+            device = self.param_groups[0]["params"][0].device
+            agree(communicator, lambda: self._check(changes, solution), on=device)
             adapting = self.adapt is not None and (self._steps + 1) % self.adapt.every == 0
             predicted = _predicted(changes, solution, curvature, gradient) if adapting else 0.0
             self._apply(changes)
@@ -196,11 +221,24 @@ class SecondOrder(torch.optim.Optimizer):
                 self._adapt(float(loss), predicted, problem, statistics)
         return loss
 
+    def _check(self, changes: list[Change], solution: Solution) -> None:
+        """Raise what speaks against writing the step, and show its solution to who asked for it."""
+        check_writable(changes)
+        check_finite(changes)
+        due = not self._said_stagnated and looks_at_residual(self._steps)
+        if due and readable(changes[0].parameter) and (sentence := stagnated(solution)):
+            self._said_stagnated = True
+            warnings.warn(sentence, StagnationWarning, stacklevel=6)
+        if self.on_solution is not None:
+            self.on_solution(solution)
+
     def _running_statistics(self, model: nn.Module) -> AbstractContextManager[BatchStatistics | None]:
         return nullcontext() if self.batchnorm is None else running_statistics(model)
 
     def _problem(self, inputs: Any, targets: Tensor | None) -> Problem:
         """The step's problem, which is looked at where an error on one rank reaches all."""
+        if self.process_group is not None and isinstance(inputs, Tensor) and len(inputs) == 0:
+            inputs, targets = [], None
         if self._base is None:
             self._base = Problem(self._model, self._criterion, [], layers=self._layers())
         return self._base.with_data(inputs, targets)
@@ -227,8 +265,21 @@ class SecondOrder(torch.optim.Optimizer):
             return loss, gradient, fresh
         communicator = communicator_of(self.process_group)
         chosen = Chosen.jointly([self._provider] if estimating else [], problem, communicator)
-        found = estimate_jointly(chosen, problem, communicator, gradient=True, loss=True)
+        found = estimate_jointly(
+            chosen, problem, communicator, gradient=True, loss=True, settings=self._settings()
+        )
         return found.joined.loss, found.joined.gradient, found.curvatures[0] if estimating else None
+
+    def _settings(self) -> dict[str, object]:
+        """What must be the same on all ranks that step together, by what messages call it."""
+        own = ("alpha", "max_grad_norm", "ema", "refresh_every", "adapt")
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
+        return {name: getattr(self, name) for name in own} | {
+            "the provider": self._provider,
+            "the solver": self._solver,
+            "the parameter groups": groups,
+            "the number of steps taken": self._steps,
+        }
 
     def _estimated(self, problem: Problem) -> Provider:
         """The provider, or one that gives the solver the same step from fewer statistics."""
@@ -309,13 +360,58 @@ class SecondOrder(torch.optim.Optimizer):
         return {**super().state_dict(), "second_order": {**own, "curvature": packed}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from what `state_dict` returned, of an optimizer with the same parameters."""
-        super().load_state_dict(state_dict)
-        own = state_dict["second_order"]
-        self._alpha, self._steps, self._estimates = own["alpha"], own["steps"], own["estimates"]
+        """Continue from what `state_dict` returned, of an optimizer with the same parameters.
+
+        A state that does not fit is refused with `ProblemError`, and nothing of it is taken.
+        """
+        own = self._own_state(state_dict)
         device = self.param_groups[0]["params"][0].device
         packed = own["curvature"]
-        self._kept = None if packed is None else Curvature.unpack(Packed(**packed)).to(device)
+        kept = None if packed is None else Curvature.unpack(Packed(**packed)).to(device)
+        super().load_state_dict(state_dict)
+        self._alpha, self._steps, self._estimates = own["alpha"], own["steps"], own["estimates"]
+        self._kept = kept
+
+    def _own_state(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """What a state holds beside torch's own, once all of it is known to fit."""
+        own = state_dict.get("second_order") if isinstance(state_dict, dict) else None
+        if not isinstance(own, dict) or not {"alpha", "steps", "estimates", "curvature"} <= own.keys():
+            raise ProblemError(
+                "the state is not one of a SecondOrder: it has no `second_order` with alpha, steps, "
+                "estimates and curvature. Give what the state_dict() of a SecondOrder returned"
+            )
+        check_number("alpha", own["alpha"], "a number in (0, 1]", lambda value: 0 < value <= 1)
+        saved, groups = state_dict["param_groups"], self.param_groups
+        sizes = [len(group["params"]) for group in saved], [len(group["params"]) for group in groups]
+        if sizes[0] != sizes[1]:
+            raise ProblemError(
+                f"the state has groups of {sizes[0]} parameters, this optimizer of {sizes[1]}: give the "
+                f"state of an optimizer with the same parameters"
+            )
+        for group in saved:
+            _check_group(group)
+        for index, parameter in enumerate(p for group in groups for p in group["params"]):
+            buffer = state_dict["state"].get(index, {}).get("momentum_buffer")
+            if buffer is not None and buffer.shape != parameter.shape:
+                raise ProblemError(
+                    f"the state's momentum of `{self._names[parameter]}` has shape {tuple(buffer.shape)}; "
+                    f"expected {tuple(parameter.shape)}: give the state of an optimizer of the same model"
+                )
+        return own
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles hold: all but `on_solution`, which is the caller's own.
+
+        The copy of an optimizer alone has a model of its own; copy both together, as in
+        `copy.deepcopy((model, optimizer))`, to step the copied model.
+        """
+        if self.process_group is not None:
+            raise ProblemError(
+                "an optimizer with a process_group can be neither copied nor pickled: the group belongs to "
+                "these processes. Use state_dict(), and load it into one that is made where it is used"
+            )
+        # Optimizer's own has its groups and state only; what is derived from the model is made again.
+        return {**self.__dict__, "on_solution": None, "_base": None}
 
 
 def _batch(inputs: Any, targets: Tensor | None) -> tuple[Any, Tensor | None]:
@@ -339,17 +435,27 @@ def _predicted(changes: list[Change], solution: Solution, curvature: Curvature, 
     """-(gᵀδ + ½ δᵀCδ), block by block; from the factors unless momentum has formed δ."""
     total = torch.zeros((), dtype=torch.float64)
     if any(change.buffer is not None for change in changes):
-        deltas = {name: torch.zeros_like(gradient[name]) for name in gradient}
+        deltas = {name: torch.zeros_like(gradient.view(name)) for name in gradient}
         deltas |= {change.name: change.form() for change in changes}
         image = curvature @ deltas
         for name, delta in deltas.items():
-            total -= (delta * (gradient[name] + 0.5 * image[name])).sum().double().cpu()
+            total -= (delta * (gradient.view(name) + 0.5 * image[name])).sum().double().cpu()
         return float(total)
     for change in changes:
         measures, scale = solution.blocks[change.name].measures, change.rate * change.scale
         reduction = scale * measures.slope() + 0.5 * scale**2 * measures.quadratic()
         total -= reduction.double().cpu()
     return float(total)
+
+
+def _check_group(group: dict[str, Any]) -> None:
+    """Refuse a parameter group whose rates are missing, or no numbers in their ranges."""
+    missing = [name for name in ("lr", "momentum", "weight_decay") if name not in group]
+    if missing:
+        raise SpecError(f"the parameter group has no {', '.join(missing)}; expected a number for each")
+    _rate("lr", group["lr"])
+    _fraction("momentum", group["momentum"])
+    _rate("weight_decay", group["weight_decay"])
 
 
 def _batchnorm(value: str | None, process_group: ProcessGroup | None) -> str | None:
@@ -364,25 +470,19 @@ def _batchnorm(value: str | None, process_group: ProcessGroup | None) -> str | N
     return value
 
 
-def _rate(name: str, value: float) -> float:
-    if not 0 <= float(value) < float("inf"):
-        raise SpecError(f"{name}={value}: expected a finite number that is not negative")
-    return value
+def _rate(name: str, value: object) -> float:
+    return check_number(name, value, "a finite number that is not negative", lambda x: 0 <= x < inf)
 
 
-def _fraction(name: str, value: float) -> float:
-    if not 0 <= value < 1:
-        raise SpecError(f"{name}={value}: expected a number in [0, 1); 0 turns it off")
-    return value
+def _fraction(name: str, value: object) -> float:
+    return check_number(name, value, "a number in [0, 1); 0 turns it off", lambda x: 0 <= x < 1)
 
 
-def _positive(name: str, value: float | None) -> float | None:
-    if value is not None and not value > 0:
-        raise SpecError(f"{name}={value}: expected a positive number, or None for no limit")
-    return value
+def _positive(name: str, value: object) -> float | None:
+    if value is None:
+        return None
+    return check_number(name, value, "a positive number, or None for no limit", lambda x: x > 0)
 
 
-def _count(name: str, value: int) -> int:
-    if value < 1:
-        raise SpecError(f"{name}={value}: expected 1 or more steps")
-    return value
+def _count(name: str, value: object) -> int:
+    return int(check_number(name, value, "1 or more steps, a whole number", lambda x: x >= 1 and x % 1 == 0))

@@ -8,7 +8,7 @@ blocks read the data anew for every product, through a `ProblemSnapshot`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, cast
 
@@ -195,20 +195,16 @@ class ProblemSnapshot:
 
     problem: Problem
     versions: Versions
-    settings: Hashable
 
     @classmethod
     def of(cls, problem: Problem) -> ProblemSnapshot:
         """The problem as it is now."""
-        return cls(problem, problem.versions, problem.network.settings_key())
+        return cls(problem, problem.versions)
 
     def check_unchanged(self) -> None:
         """Refuse to go on with a model or a batch that have changed."""
         self.problem.network.check_unchanged()
-        changed = self.versions.differing(self.problem.tensors)
-        if not changed and self.settings != self.problem.network.settings_key():
-            changed = ["the model's modes, hooks or settings"]
-        if changed:
+        if changed := self.versions.differing(self.problem.tensors):
             again = "and its blocks read them: call estimate() again"
             raise StaleError(change_message(changed, "the curvature was estimated", again))
 

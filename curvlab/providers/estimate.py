@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, overload
 
 from curvlab.curvature import Curvature
+from curvlab.distributed.agreement import agree
 from curvlab.distributed.communicator import Communicator, communicator_of
 from curvlab.distributed.operators import join_operators
 from curvlab.distributed.statistics import JoinedStatistics
@@ -92,13 +93,7 @@ class Chosen:
         try:
             return cls.of(chosen, problem)
         except Exception as error:
-            failed = error
-
-        def fail() -> None:
-            raise failed
-
-        communicator.collect(fail)  # what the other ranks take part in first
-        raise AssertionError("unreachable")
+            communicator.raise_on_all(error)
 
     def curvatures(self, context: Context, versions: Versions) -> list[Curvature]:
         """What the providers make of the statistics, dated as of `versions`."""
@@ -161,15 +156,28 @@ def estimate_jointly(
     *,
     gradient: bool = False,
     loss: bool = False,
+    settings: Mapping[str, object] | None = None,
 ) -> Estimates:
     """What the providers make of all ranks' rows, with the gradient and the loss if asked for.
 
-    It takes one exchange. Every rank must make this call.
+    It takes one exchange. Every rank must make this call, with the same providers and `settings`.
     """
     versions = problem.versions
-    joined = problem.join(communicator, chosen.statistics, Means, gradient=gradient, loss=loss)
+    joined = problem.join(
+        communicator,
+        chosen.statistics,
+        Means,
+        gradient=gradient,
+        loss=loss,
+        settings={"the providers": [provider for _, provider in chosen.named], **(settings or {})},
+    )
     assert joined.share is not None
     own = problem if joined.share else problem.empty_like()
     means = {statistic: joined.values[statistic] for statistic in chosen.statistics}
-    made = chosen.curvatures(Context(own, means), versions)
+    # What is made of one rank's own rows (matrix-free blocks) may fail there alone.
+    made = agree(
+        communicator,
+        lambda: chosen.curvatures(Context(own, means), versions),
+        on=problem.network.example.device,
+    )
     return Estimates([join_operators(one, communicator, joined.share) for one in made], joined)

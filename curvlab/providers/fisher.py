@@ -19,6 +19,7 @@ from curvlab.curvature import Curvature, Definiteness
 from curvlab.exceptions import SpecError
 from curvlab.problem import Problem
 from curvlab.providers.base import Context, Provider, row_layers
+from curvlab.providers.draws import check_draws
 from curvlab.providers.sides import MAX_FACTOR, Sharing, Sides
 from curvlab.providers.statistics import (
     ExpectedGradientProducts,
@@ -103,6 +104,11 @@ class Fisher(RowFields):
         super().__post_init__()
         if self.samples < 1:
             raise SpecError(f"samples={self.samples}: at least one draw an example is needed")
+
+    def check(self, problem: Problem, name: str) -> None:
+        super().check(problem, name)
+        if self.kind == "mc":
+            check_draws(self.samples, problem, name)
 
     def products(self, problem: Problem) -> OutputProducts:
         """The statistic that gives the output sides."""

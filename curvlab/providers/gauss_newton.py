@@ -34,6 +34,7 @@ from curvlab.measure import device
 from curvlab.model.recording import ChainRecording
 from curvlab.problem import Problem
 from curvlab.providers.base import INPUTS, Context, ProblemSnapshot, kronecker_layers, row_layers
+from curvlab.providers.draws import check_draws
 from curvlab.providers.fisher import RowFields
 from curvlab.providers.operators import ModelOperator
 from curvlab.providers.pch import OUTPUT_HESSIAN, SLOPE_PRODUCTS, recurse
@@ -89,6 +90,8 @@ class GaussNewton(RowFields):
     def check(self, problem: Problem, name: str) -> None:
         if self.kind == "recursive":
             problem.require_chain(name)
+        if self.samples != "all":
+            check_draws(self.samples, problem, name)
 
     def products(self, problem: Problem) -> CurvatureProducts:
         """The statistic that gives the output sides of the kind `rows`."""

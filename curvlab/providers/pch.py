@@ -23,6 +23,7 @@ from curvlab.model.layers import Chain
 from curvlab.problem import Problem
 from curvlab.providers.base import INPUTS, Context, Provider, kronecker_layers
 from curvlab.providers.statistics import OutputHessian, SecondOrderTerms, SlopeProducts, Statistic
+from curvlab.specs import check_choices
 
 __all__ = ["OUTPUT_HESSIAN", "PCH", "SLOPE_PRODUCTS", "recurse"]
 
@@ -43,6 +44,7 @@ class PCH(Provider):
     output_gamma: float = -1.0
 
     def __post_init__(self) -> None:
+        check_choices(self)
         for field in ("gamma", "output_gamma"):
             if not getattr(self, field) <= 0:
                 raise SpecError(

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from curvlab.exceptions import SpecError
+from curvlab.specs import check_number
 
 __all__ = ["PI_LIMITS", "Additive", "Damping", "DampingSplit", "Mixed", "damping_from", "split_damping"]
 
@@ -42,10 +43,8 @@ class Mixed:
     l2: float = field(default=0.0, kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
-        if not 0 < self.alpha <= 1:
-            raise SpecError(
-                f"alpha={self.alpha}: the identity's share must be in (0, 1]; the paper uses 0.01 to 0.1"
-            )
+        expected = "the identity's share, a number in (0, 1]; the paper uses 0.01 to 0.1"
+        check_number("alpha", self.alpha, expected, lambda x: 0 < x <= 1)
 
     @property
     def scale(self) -> float:
@@ -78,8 +77,8 @@ class Additive:
     l2: float = field(default=0.0, kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
-        if not 0 < self.tau < float("inf"):
-            raise SpecError(f"tau={self.tau}: the added multiple of the identity must be positive and finite")
+        expected = "the added multiple of the identity, a positive and finite number"
+        check_number("tau", self.tau, expected, lambda x: 0 < x < float("inf"))
 
     @property
     def scale(self) -> float:
@@ -110,10 +109,7 @@ def damping_from(alpha: float | None, damping: Damping | None) -> Damping:
             "give the damping once: alpha=0.05 (the paper's (1-α)C + αI) or damping=Additive(0.1)"
         )
     if alpha is not None:
-        try:
-            return Mixed(float(alpha))
-        except TypeError as error:
-            raise SpecError(f"alpha={alpha!r}: expected a number in (0, 1]") from error
+        return Mixed(check_number("alpha", alpha, "a number in (0, 1]", lambda _: True))
     if not isinstance(damping, Mixed | Additive):
         raise SpecError(f"damping={damping!r}: expected Mixed(alpha) or Additive(tau), or alpha={damping}")
     return damping

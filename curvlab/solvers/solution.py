@@ -20,7 +20,7 @@ from curvlab.exceptions import SolveError
 from curvlab.gradient import LazyTensors
 from curvlab.linalg import Matrix, RowProduct, Step
 from curvlab.linalg.cg import Outcome
-from curvlab.linalg.steps import add_step, as_step
+from curvlab.linalg.steps import TensorStep, add_step, as_step
 from curvlab.model.graph import unwrap
 from curvlab.solvers.damping import Damping, DampingSplit
 from curvlab.solvers.systems import Measures
@@ -29,7 +29,7 @@ from curvlab.staleness import Versions, change_message
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["BlockSolution", "Direction", "Solution", "Status"]
+__all__ = ["BlockSolution", "Direction", "Solution", "Status", "check_parameters"]
 
 
 class Status(Enum):
@@ -70,7 +70,8 @@ class Direction(LazyTensors[Matrix]):
     """
 
     def __init__(self, entries: Mapping[str, Matrix]) -> None:
-        super().__init__(entries)
+        # A step that is a tensor is held as one, of which readers get a copy.
+        super().__init__({n: e.tensor if isinstance(e, TensorStep) else e for n, e in entries.items()})
         self._steps = {name: as_step(entry) for name, entry in entries.items()}
         borrowed = {name: step.borrowed for name, step in self._steps.items()}
         # One by one: to look at all of them for every step would take a time quadratic in the layers.
@@ -221,6 +222,7 @@ class Solution:
                 raise SolveError(
                     f"the model's `{name}` has shape {given}; this solution is for one of shape {expected}"
                 )
+        check_parameters({name: parameters[name] for name in steps})
         for name, step in steps.items():
             add_step(step, parameters[name], lr)
 
@@ -289,3 +291,30 @@ class Solution:
     def _repr_html_(self) -> str:
         notes = "".join(f"<p>{escape(note)}</p>" for note in self.notes)
         return f"<p>{escape(repr(self))}</p>{notes}{self.frame().to_html(index=False)}"
+
+
+def check_parameters(parameters: Mapping[str, Tensor]) -> None:
+    """Refuse parameters that cannot be changed in place: with entries that share memory, or made to be read.
+
+    >>> check_parameters({"w": torch.zeros(1).expand(3)})
+    Traceback (most recent call last):
+    curvlab.exceptions.SolveError: `w` of shape (3,) has entries that share memory ...
+    """
+    for name, parameter in parameters.items():
+        if _overlaps(parameter):
+            raise SolveError(
+                f"`{name}` of shape {tuple(parameter.shape)} has entries that share memory (an expanded "
+                f"tensor), so no step can be written into it; nothing was changed. Make it a parameter of "
+                f"its own with .clone()"
+            )
+        if parameter.is_inference() and not torch.is_inference_mode_enabled():
+            raise SolveError(
+                f"`{name}` was made in torch.inference_mode() and cannot be changed outside of it; nothing "
+                f"was changed. Make it a parameter of its own with .clone()"
+            )
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Whether two entries certainly lie in the same place: a dimension with no stride between its entries."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return any(size > 1 and stride == 0 for size, stride in pairs)

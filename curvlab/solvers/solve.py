@@ -25,6 +25,7 @@ from torch import Tensor
 
 from curvlab.curvature import Curvature
 from curvlab.curvature_layers import LayerCurvature
+from curvlab.distributed.agreement import Description, agree
 from curvlab.distributed.communicator import communicator_of
 from curvlab.distributed.solve import choose_owners, layer_cost, share_out
 from curvlab.exceptions import ArgumentError, PairError, SolveError, SpecError, describe_argument
@@ -96,15 +97,63 @@ def solve(
     >>> solution.direction["0.weight"].shape
     torch.Size([3, 4])
     """
-    _check_kinds(solver, curvature, gradient)
-    chosen_damping = damping_from(alpha, damping)
-    chosen = _choose_solvers(solver, curvature, Guidance(start, preconditioner))
-    check_gradient(curvature, gradient)
+
+    def check() -> tuple[_Chosen, Damping]:
+        _check_kinds(solver, curvature, gradient)
+        chosen_damping = damping_from(alpha, damping)
+        chosen = _choose_solvers(solver, curvature, Guidance(start, preconditioner))
+        check_gradient(curvature, gradient)
+        return chosen, chosen_damping
+
+    if process_group is None:
+        chosen, chosen_damping = check()
+    else:
+        chosen, chosen_damping = agree(
+            communicator_of(process_group),
+            check,
+            lambda found: _describe(*found, curvature, gradient, strict),
+            on=_device_of(curvature),
+        )
     solution = _solve_layers(chosen, curvature, gradient, chosen_damping, process_group)
     check_solution(solution, curvature, gradient)
     if strict:
         solution.check()
     return solution
+
+
+def _describe(
+    chosen: _Chosen, damping: Damping, curvature: Curvature, gradient: Mapping[str, Tensor], strict: bool
+) -> Description:
+    """What must be the same on all ranks that solve together."""
+    held = [tensor for layer in curvature.layers for tensor in layer.tensors().values()]
+    settings = {
+        "the solver": [chosen.name, chosen.by_layer],
+        "the damping": damping,
+        "strict": strict,
+        "the provider": [curvature.provider, curvature.criterion, curvature.shift],
+    }
+    # Blocks that are products are over the rows of all ranks, of which each holds its own.
+    factors = {} if curvature.matrix_free else {str(index): tensor for index, tensor in enumerate(held)}
+    return Description(settings, {"the curvature": factors, "the gradient": _gradient_tensors(gradient)})
+
+
+def _gradient_tensors(gradient: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors that a gradient is held in; nothing is formed."""
+    found: dict[str, Tensor] = {}
+    for name in gradient:
+        entry = entry_of(gradient, name)
+        if isinstance(entry, RowGradient):
+            found |= {f"{name}, S": entry.gradients.rows, f"{name}, H": entry.inputs.rows}
+        else:
+            found[name] = entry
+    return found
+
+
+def _device_of(curvature: object) -> torch.device:
+    """Where the ranks' messages go; the CPU where what was given is no curvature."""
+    if not isinstance(curvature, Curvature):
+        return torch.device("cpu")
+    return next(iter(curvature.layers[0].blocks.values())).example.device
 
 
 def _check_kinds(solver: object, curvature: object, gradient: object) -> None:
@@ -425,7 +474,7 @@ def check_solution(solution: Solution, curvature: Curvature, gradient: Mapping[s
             raise SolveError(
                 f"the curvature of layer `{layer.name}` by `{curvature.provider}` holds NaN or infinity"
             )
-        if not _all_finite([solution.direction[name]]):
+        if not _all_finite([solution.direction.view(name)]):
             raise SolveError(
                 f"layer `{layer.name}`: the direction of `{name}` by `{solution.solver}` on "
                 f"`{curvature.provider}` is not finite: the curvature or the solve overflows. "

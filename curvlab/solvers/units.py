@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from curvlab.curvature_layers import KroneckerLayer, LayerCurvature
-from curvlab.gradient import Gradient
+from curvlab.gradient import Gradient, view_entry
 from curvlab.linalg import Block, Matrix, Step, ViewStep
 from curvlab.linalg.cg import Outcome
 from curvlab.linalg.factors import binary_scale, nonzero_or_one
@@ -62,7 +62,7 @@ def layer_gradient(layer: LayerCurvature, gradient: Mapping[str, Tensor]) -> Lay
     """The gradient of the weight and the bias of one layer, in factors where it has them."""
     return LayerGradient(
         None if layer.weight_name is None else entry_of(gradient, layer.weight_name),
-        None if layer.bias_name is None else gradient[layer.bias_name],
+        None if layer.bias_name is None else view_entry(gradient, layer.bias_name),
     )
 
 
@@ -73,11 +73,11 @@ def units_of(layer: LayerCurvature, solver: Solver, gradient: Mapping[str, Tenso
         return [Unit(layer, one, layer_gradient(one, gradient), solver) for one in given]
     matrices: list[Tensor] = []
     if layer.view is not None and layer.weight_name is not None:
-        matrices = list(layer.view.matrices(gradient[layer.weight_name]).unbind())
+        matrices = list(layer.view.matrices(view_entry(gradient, layer.weight_name)).unbind())
     units = []
     for one in given:
         weight = None if one.weight_name is None else matrices.pop(0)
-        bias = None if one.bias_name is None else gradient[one.bias_name].reshape(-1)
+        bias = None if one.bias_name is None else view_entry(gradient, one.bias_name).reshape(-1)
         units.append(Unit(layer, one, LayerGradient(weight, bias), solver))
     return units
 
@@ -150,7 +150,7 @@ def join_units(
         else:
             steps[name] = as_step(own[0][1][name]).form().reshape(block.shape)
             cut = [_formed(own[0][0].gradient.bias)]
-        whole = gradient[name]
+        whole = view_entry(gradient, name)
         measures = JoinedMeasures(
             tuple(one.measures for one in found),
             tuple(cut),

@@ -7,6 +7,7 @@ was under way; what had finished is in the store, and the study resumes from the
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
@@ -20,6 +21,8 @@ __all__ = ["Dask", "DaskExecutor"]
 CONNECT_SECONDS = 20
 CLOSE_SECONDS = 5
 LOST = "what had finished is kept; run the study again in the same folder, with this executor or any other"
+# A protocol (tcp://, tls://, …) that may be left out, a host and a port; or a place in this process.
+ADDRESS = re.compile(r"(?:[a-z]+://)?[^\s/]+:\d+/?|inproc://\S+")
 R = TypeVar("R")
 
 
@@ -64,6 +67,13 @@ class Dask:
             raise SpecError(
                 "executor `dask` needs the address of a scheduler: dask[address=tcp://host:8786]. Start one "
                 "with `dask scheduler`, and workers with `dask worker ADDRESS --nthreads 1`"
+            )
+
+        if not ADDRESS.fullmatch(self.address):
+            # Dask itself takes most of a minute to say so.
+            raise SpecError(
+                f"executor `dask`: `{self.address}` is not the address of a scheduler; expected host and "
+                f"port as `dask scheduler` prints them: dask[address=tcp://host:8786]"
             )
 
     def start(self) -> Executor:

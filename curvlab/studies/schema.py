@@ -132,6 +132,8 @@ class Setting:
         """Raise `SpecError` where a value is below the bound or not among the choices."""
         if value is None:
             return
+        if self.kind is int and isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+            raise SpecError(f"{self.name}={value}: expected a whole number of at most 64 bits")
         if self.least is not None and value < self.least:
             raise SpecError(f"{self.name}={value}: use {self.least} or more")
         if self.choices and value not in self.choices:

@@ -158,7 +158,9 @@ class Setup:
         device, dtype = devices.resolve(self.device), self.torch_dtype
         if self.model is None:
             resolved = self if self.arch is not None else self.resolve()
-            return resolved._architecture().build(self.seed, dtype=dtype, device=device)
+            chosen = resolved._architecture()
+            _check_size(chosen, dtype, device)
+            return chosen.build(self.seed, dtype=dtype, device=device)
         made = imports.load(self.model, "model")
         if not isinstance(made, nn.Module) and callable(made):
             made = imports.call(made, self.model, "model")
@@ -197,6 +199,39 @@ class Setup:
         if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], Tensor):
             return Problem(model, self.build_criterion(), made[0], made[1])
         return Problem(model, self.build_criterion(), made)
+
+
+LAYERS = 1_000
+LAYER_SECONDS = 5e-3
+"""What a layer takes in each estimate and solve, however narrow it is."""
+
+
+def _check_size(chosen: Architecture, dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse a network that cannot be held, or takes hours, before anything of it is made.
+
+    Bytes are those of the parameters and a gradient: the least that any study needs at once.
+    """
+    import torch
+
+    from curvlab.measure import device as devices
+
+    if not devices.readable(torch.empty(0, dtype=dtype, device=device)):
+        return  # planned, not made
+    parameters = list(chosen.build(dtype=dtype, device="meta").parameters())
+    needed, held = 2 * sum(p.nbytes for p in parameters), devices.memory_bytes(device)
+    if held is not None and needed > held:
+        raise SpecError(
+            f"the architecture has {sum(p.numel() for p in parameters):,} parameters: with one gradient "
+            f"they take {needed:,} bytes, and {device} has {held:,}. Use narrower layers, or "
+            f"`curvlab plan`, which allocates nothing"
+        )
+    layers = sum(p.ndim > 1 for p in parameters)
+    if layers > LAYERS:
+        raise SpecError(
+            f"the architecture has {layers:,} layers: every estimate and every solve would take about "
+            f"{layers * LAYER_SECONDS:.0f} s for their number alone, and a study makes hundreds. Use "
+            f"{LAYERS:,} layers or fewer"
+        )
 
 
 def _moved(values: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
