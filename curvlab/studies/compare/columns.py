@@ -87,8 +87,13 @@ REPETITIONS = (
     *PAIR,
     Column("repetition", "count"),
     *(Column(f"{phase}_seconds", "seconds") for phase in PHASES),
+    Column("wall_seconds", "seconds"),
+    Column("cpu_seconds", "seconds"),
+    Column("waited", "percent"),
+    Column("load", "number"),
+    Column("attempts", "count"),
 )
-"""One row per pair and repetition."""
+"""One row per pair and repetition, with what other programs did meanwhile (`timing`)."""
 
 ERRORS = (
     Column("layer", "label", "layer"),

@@ -18,6 +18,7 @@ from curvlab.studies.compare.columns import (
     TRACES,
     cell_columns,
 )
+from curvlab.studies.compare.timing import disturbance_words
 from curvlab.studies.schema import Column
 from curvlab.studies.small.errors import TOTAL
 from curvlab.studies.store import Row, identity_of
@@ -36,7 +37,8 @@ class Comparison:
         command: the shell command that does it again.
         cells: one row per provider and solver: status, seconds (median and interquartile range over the
             repetitions), bytes, operations, error, closeness to Newton's direction, residuals.
-        repetitions: one row per pair and repetition: seconds of each phase.
+        repetitions: one row per pair and repetition: seconds of each phase, wall clock, processor time, and
+            what other programs did meanwhile.
         errors: one row per provider and layer, and one whose layer is "Total".
         traces: relative residual by pair, block and iteration.
         blocks: one row per pair and block: how it was solved, and its closeness to Newton's direction.
@@ -103,7 +105,7 @@ def comparison_from(
             [_named(pair) | row for pair, solve in shown for row in solve.get("blocks", [])], BLOCKS
         ),
         convergence=_frame([row for run in trained for row in _epoch_rows(run)], CONVERGENCE),
-        warnings=_warnings(study, shown, wrong, trained),
+        warnings=[*filter(None, [disturbance_words(times)]), *_warnings(study, shown, wrong, trained)],
         failures=_failures([*(row for _, row in shown), *broken, *wrong.values(), *trained]),
     )
 

@@ -203,12 +203,7 @@ def _planned(pair: Pair, problem: Problem) -> int | None:
 
 def _cost(task: Task) -> Row:
     pair = Pair(task.provider, task.solver, task.settings.alpha)
-    phases = _bench_of(task.settings.subject).watch(pair).measure()
-    return {
-        "estimate_seconds": phases.estimate,
-        "prepare_seconds": phases.prepare,
-        "apply_seconds": phases.apply,
-    }
+    return _bench_of(task.settings.subject).watch(pair).measure().row()
 
 
 def _convergence(task: Task) -> Row:
