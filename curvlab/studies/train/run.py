@@ -133,7 +133,7 @@ def train(
     communicator = communicator_of(process_group)
     with ExitStack() as held, torch.random.fork_rng():
         outputs = None if folder is None else _opened(folder, plan, fresh, communicator, held)
-        torch.manual_seed(plan.setup.seed)
+        torch.manual_seed(plan.start_seed)
         run = TrainRun(plan, communicator)
         _restore(run, outputs)
         run.begin()
@@ -261,9 +261,9 @@ class TrainRun:
         self.plan, self.communicator = plan.resolve(), communicator
         setup = self.plan.setup
         self.device = devices.resolve(setup.device)
-        self.data = setup.load_data().to(self.device, setup.torch_dtype)
+        self.data = self.plan.load_data().to(self.device, setup.torch_dtype)
         # One function for all optimizers: layers that are random in training mode stay quiet.
-        self.model = setup.build_model().eval()
+        self.model = self.plan.build_model().eval()
         self.criterion = setup.build_criterion()
         self.stepper = self.plan.spec.build(self.model, self.criterion, communicator)
         self.rates = [float(group["lr"]) for group in self.stepper.param_groups]
@@ -342,9 +342,8 @@ class TrainRun:
 
     def _next_batch(self) -> tuple[Tensor, Tensor]:
         if self._batches is None:
-            setup = self.plan.setup
-            start = self.tally.steps
-            batches = self.data.batches(setup.batch, setup.seed, self.epoch, start=start)
+            plan, start = self.plan, self.tally.steps
+            batches = self.data.batches(plan.setup.batch, plan.start_seed, self.epoch, start=start)
             self._batches = rank_batches(batches, self.communicator.rank, self.communicator.size)
         return next(self._batches)
 
