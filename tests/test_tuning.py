@@ -87,7 +87,8 @@ def test_fields_that_the_spec_names_are_not_tuned() -> None:
     assert {name for name, _ in tuning.grid} == {"alpha"}
     fixed = Tuning.of("sgd[lr=0.3]", epochs=3)
     (found,) = tune([fixed], bowl(1.0))
-    assert (found.spec, found.trials, found.at_edge) == (optimizers.canonical("sgd[lr=0.3]"), 0, ())
+    assert (found.spec, found.values, found.at_edge) == (optimizers.canonical("sgd[lr=0.3]"), {}, ())
+    assert (found.epochs, found.epoch_seconds) == (1, 1.0), "one short training, for its pace"
 
 
 def test_where_every_point_diverges_that_is_told_by_the_loss() -> None:
@@ -108,7 +109,7 @@ def test_an_outcome_before_the_end_and_fields_that_are_not_there_are_refused() -
 
 def test_a_trial_is_validated_on_examples_that_it_does_not_train_on() -> None:
     setup = Setup(data="digits[train=200]", batch=50)
-    good, bad = (run_trial(setup, Trial(f"sgd[lr={lr}]", 0, 2)) for lr in (0.2, 1e-4))
+    good, bad = (run_trial(setup, Trial(f"sgd[lr={lr}]", 2)) for lr in (0.2, 1e-4))
     assert good.loss < bad.loss < 3
     assert good.cpu_seconds > 0
-    assert run_trial(setup, Trial("sgd[lr=1e39]", 0, 2)).loss == math.inf
+    assert run_trial(setup, Trial("sgd[lr=3e38]", 2)).loss == math.inf

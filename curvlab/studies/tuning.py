@@ -51,10 +51,9 @@ Values = dict[str, float]
 
 @dataclass(frozen=True)
 class Trial:
-    """One training of a tuning: an optimizer with its values filled in, on one rung, for some epochs."""
+    """One training of a tuning: an optimizer with its values filled in, for the epochs of a rung."""
 
     spec: str
-    rung: int
     epochs: int
 
 
@@ -72,7 +71,8 @@ class Tuned:
     """What was chosen, and what that took.
 
     `spec` is the optimizer with the values in `values`; `at_edge` names those that are first or last of their
-    grid. `loss` is the validation loss on the last rung, infinite where every point diverged.
+    grid. `loss` is the validation loss on the last rung, infinite where every point diverged, and
+    `epoch_seconds` what an epoch there took of the processor.
     """
 
     spec: str
@@ -82,6 +82,7 @@ class Tuned:
     trials: int
     epochs: int
     cpu_seconds: float
+    epoch_seconds: float
 
 
 @dataclass(frozen=True)
@@ -117,8 +118,9 @@ class Tuning:
             if not values:
                 raise SpecError(f"the grid of `{name}` is empty; give at least one value")
         free = tuple((name, values) for name, values in chosen.items() if name not in named)
-        lengths = sorted({max(1, round(epochs / KEPT**step)) for step in range(3)})
-        return cls(spec, free, tuple(lengths) if free else ())
+        lengths = {max(1, round(epochs / KEPT**step)) for step in range(3)}
+        # Where nothing is free, one short training still tells how long an epoch takes.
+        return cls(spec, free, tuple(sorted(lengths)) if free else (1,))
 
     @property
     def points(self) -> list[Values]:
@@ -163,19 +165,21 @@ class Tuning:
         return [(point, self._trial(point, rung)) for point in kept]
 
     def _trial(self, point: Values, rung: int) -> Trial:
-        return Trial(self.filled(point), rung, self.rungs[rung])
+        return Trial(self.filled(point), self.rungs[rung])
+
+    def trials(self, results: Mapping[Trial, Result]) -> list[tuple[Values, Trial]]:
+        """All trials with the values that they try, rung by rung, once `next_trials` gives none."""
+        return [one for rung in range(len(self.rungs)) for one in self._rung(rung, results)]
 
     def outcome(self, results: Mapping[Trial, Result]) -> Tuned:
         """What is chosen, from the results of all trials."""
-        if not self.rungs:  # nothing is free: the optimizer is as it was given
-            return Tuned(optimizers.canonical(self.spec), {}, math.nan, (), 0, 0, 0.0)
         if self.next_trials(results):
             raise SpecError(
                 f"the tuning of `{self.spec}` is not complete; run what `next_trials` gives first"
             )
         last = self._rung(len(self.rungs) - 1, results)
         values, best = min(last, key=lambda one: results[one[1]].loss)
-        ran = [trial for rung in range(len(self.rungs)) for _, trial in self._rung(rung, results)]
+        ran = [trial for _, trial in self.trials(results)]
         return Tuned(
             spec=best.spec,
             values=values,
@@ -184,6 +188,7 @@ class Tuning:
             trials=len(ran),
             epochs=sum(trial.epochs for trial in ran),
             cpu_seconds=sum(results[trial].cpu_seconds for trial in ran),
+            epoch_seconds=results[best].cpu_seconds / best.epochs,
         )
 
 
@@ -192,7 +197,7 @@ def run_trial(setup: Setup, trial: Trial) -> Result:
     from curvlab.studies.train.run import OK, train
 
     plan = TrainPlan(setup, trial.spec, trial.epochs, run_seed=setup.seed + SEED, holdout=HOLDOUT)
-    last = train(plan).iloc[-1]
+    last = train(plan, count_memory=False).iloc[-1]
     loss = float(last["test_loss"])
     fine = last["status"] == OK and math.isfinite(loss)
     return Result(
@@ -230,6 +235,6 @@ def tune(
 
 def trial_of(row: Row) -> tuple[Trial, Result]:
     """The trial and its result that a row of a store holds; a loss that is missing there was not finite."""
-    loss = row.get("loss")
-    result = Result(math.inf if loss is None else loss, row.get("cpu_seconds") or 0.0, row.get("message", ""))
-    return Trial(row["spec"], row["rung"], row["epochs_asked"]), result
+    loss, message = row.get("loss"), row.get("message", "")
+    result = Result(math.inf if loss is None else loss, row.get("cpu_seconds") or 0.0, message)
+    return Trial(row["spec"], row["epochs_asked"]), result

@@ -71,8 +71,18 @@ class Settings:
         decides="",
     )
     epochs: int = setting(
-        0, "Train every cell and the baselines for N epochs.", least=0, decides="convergence"
+        0,
+        "Train every cell and the baselines for N epochs, and as long as the slowest of them takes.",
+        least=0,
+        decides="convergence",
     )
+    tune: bool = setting(
+        True,
+        "Choose learning rates and α on a validation set before training.",
+        default_words="--tune",
+        decides="",
+    )
+    train_seeds: int = setting(5, "Trainings of each, with weights of their own.", least=1, decides="")
     train_batch: int = setting(TRAIN_BATCH, "Examples a training step sees.", least=1, decides="convergence")
     lr: float | None = setting(
         None,
