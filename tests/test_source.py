@@ -241,13 +241,13 @@ def test_compare_measures_again_what_another_source_measured(tmp_path, as_source
     compare(TINY, ["fisher"], ["kfi"], repetitions=1, epochs=1, tune=False, train_seeds=1, output=tmp_path)
     first = measured(tmp_path)
     assert set(first["source"]) == {"a" * 16}
-    assert set(first["kind"]) == {"study", "error", "solve", "cost", "convergence"}
+    assert set(first["kind"]) == {"study", "error", "solve", "cost", "tuning", "convergence"}
     compare(TINY, ["fisher"], ["kfi"], repetitions=1, epochs=1, tune=False, train_seeds=1, output=tmp_path)
     assert len(measured(tmp_path)) == len(first)
     as_source("b" * 16)
     counts: list[int] = []
     compare(
-        TINY, ["fisher"], ["kfi"], repetitions=1, epochs=1, output=tmp_path,
+        TINY, ["fisher"], ["kfi"], repetitions=1, epochs=1, tune=False, train_seeds=1, output=tmp_path,
         on_progress=lambda progress: counts.append(progress.total),
     )  # fmt: skip
     assert set(counts) == {len(first) - 1}

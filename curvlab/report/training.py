@@ -81,11 +81,15 @@ def runs(convergence: pd.DataFrame | None) -> list[Run]:
     return [_run(name, group, budget) for name, group in groups]
 
 
-def leaders(found: Sequence[Run], column: str = "loss") -> list[Run]:
+def leaders(found: Sequence[Run], column: str = "") -> list[Run]:
     """The runs that cannot be told from the one with the lowest loss, that one first.
 
-    `column` is `loss`, or `loss_in_budget` for equal time.
+    `column` is `loss` for equal epochs, or `loss_in_budget` for equal time. By default it is equal time in a
+    race from several seeds, since an epoch of one optimizer may cost ten of another's; else equal epochs.
     """
+    if not column:
+        race = any(run.losses_in_budget and math.isfinite(run.loss_in_budget) for run in found)
+        column = "loss_in_budget" if race else "loss"
     finite = [run for run in found if math.isfinite(getattr(run, column))]
     if not finite:
         return []
@@ -103,7 +107,7 @@ _BY_SEED = {"loss": "losses", "loss_in_budget": "losses_in_budget"}
 
 def training_words(found: Sequence[Run]) -> list[str]:
     """What the runs show, by epochs, by time and against the baselines, in sentences."""
-    best = leaders(found)
+    best = leaders(found, "loss")
     lost = [run for run in found if not run.finished]
     if not best:
         return ["In training no run ended with a finite loss."] if found else []
@@ -203,7 +207,7 @@ def _race_words(found: Sequence[Run]) -> list[str]:
     """The two budgets: who is lowest in each, or that nobody is."""
     first = next(run for run in found if run.finished)
     epochs = f"After {count_words(int(first.epochs), 'epoch')} from {count_words(first.seeds, 'seed')}"
-    words = [_standing(epochs, leaders(found), found, "loss")]
+    words = [_standing(epochs, leaders(found, "loss"), found, "loss")]
     timed = leaders(found, "loss_in_budget")
     if timed:
         spent = f"After {second_words(timed[0].budget)} of the processor each"
@@ -266,7 +270,6 @@ def _race_run(name: str, group: pd.DataFrame) -> Run:
     seeds = [seed for _, seed in group.groupby("seed")]
     losses = tuple(_loss(seed, "test_loss") for seed in seeds)
     within = tuple(float(seed["loss_in_time"].iloc[-1]) for seed in seeds)
-    last = group.iloc[-1]
     return Run(
         **_named(name, group),
         epochs=float(group["epoch"].max()),
@@ -277,10 +280,7 @@ def _race_run(name: str, group: pd.DataFrame) -> Run:
         losses_in_budget=within,
         epochs_in_budget=float(group["epochs_in_time"].median()),
         budget=float(group["time_budget"].max()),
-        tuned=bool(last["tuned"]),
-        edge=_text(group, "at_edge"),
-        tuning_epochs=float(last["tuning_epochs"]),
-        tuning_seconds=float(last["tuning_seconds"]),
+        **_tuning(group),
     )
 
 
@@ -292,10 +292,7 @@ def _run(name: str, group: pd.DataFrame, budget: float) -> Run:
         seconds=_end(group),
         loss=_loss(group),
         loss_in_budget=_loss(within) if len(within) else math.nan,
-        tuned="tuned" in group and bool(group["tuned"].iloc[0]),
-        edge=_text(group, "at_edge") if "at_edge" in group else "",
-        tuning_epochs=_first(group, "tuning_epochs"),
-        tuning_seconds=_first(group, "tuning_seconds"),
+        **_tuning(group),
     )
 
 
@@ -309,6 +306,18 @@ def _named(name: str, group: pd.DataFrame) -> dict[str, Any]:
     }
 
 
+def _tuning(group: pd.DataFrame) -> dict[str, Any]:
+    """How the settings were chosen; a frame of an older folder does not say."""
+    if "tuned" not in group or not bool(group["tuned"].iloc[0]):
+        return {}
+    return {
+        "tuned": True,
+        "edge": _text(group, "at_edge"),
+        "tuning_epochs": float(group["tuning_epochs"].iloc[0]),
+        "tuning_seconds": float(group["tuning_seconds"].iloc[0]),
+    }
+
+
 def _end(group: pd.DataFrame) -> float:
     return float(group["seconds"].max())
 
@@ -316,10 +325,6 @@ def _end(group: pd.DataFrame) -> float:
 def _loss(group: pd.DataFrame, column: str = "train_loss") -> float:
     last = group.iloc[-1]
     return float(last[column]) if last["status"] == "ok" and pd.notna(last[column]) else math.nan
-
-
-def _first(group: pd.DataFrame, column: str) -> float:
-    return float(group[column].iloc[0]) if column in group else math.nan
 
 
 def _text(group: pd.DataFrame, column: str) -> str:

@@ -221,7 +221,8 @@ def _measure(
     finished = {i for i, row in done.items() if not (retry and row.get("status") == "failed")}
     stages = (first_tasks, cost_tasks)
     total = sum(identity_of(task.head) not in finished for stage in stages for task in stage(settings))
-    total += max(0, planned_tasks(settings) - sum(identity[0] in RACE for identity in finished))
+    trained = [done[i] for i in finished if i[0] in RACE and done[i].get("study") == settings.study]
+    total += max(0, planned_tasks(settings) - len(trained))
     count = 0
     on_progress(Progress(count, total))
 
