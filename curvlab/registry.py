@@ -185,8 +185,15 @@ class Registry(Generic[T]):
     def _entry(self, name: str) -> _Entry[T]:
         self._load_plugins()
         if name not in self._entries:
-            raise specs.unknown(self.kind, name, self._entries)
+            made = self._make_entry(name)
+            if made is None:
+                raise specs.unknown(self.kind, name, self._entries)
+            self.register(name, made)
         return self._entries[name]
+
+    def _make_entry(self, name: str) -> type[T] | None:
+        """The class of a name that is not registered, for a registry that can make one; then it is kept."""
+        return None
 
     def _load_plugins(self) -> None:
         if self._loaded or self.group is None:

@@ -45,7 +45,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-_NAME = re.compile(r"[A-Za-z0-9][\w.+-]*", re.ASCII)
+_NAME = re.compile(r"[A-Za-z0-9][\w.+-]*(?::[A-Za-z_][\w.]*)?", re.ASCII)  # or an address, module:name
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\](),"]', re.DOTALL)
 _OPENS = {"]": "[", ")": "("}
 _KNOWN: WeakKeyDictionary[type, dict[str, Any]] = WeakKeyDictionary()

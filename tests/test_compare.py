@@ -282,7 +282,7 @@ def test_what_the_problem_makes_equal_is_said():
 @pytest.mark.slow
 def test_training_rows_are_there_for_pairs_and_baselines():
     setup = Setup(data="digits[train=100,test=50]", batch=50)
-    found = compare(setup, ["pch-1"], ["ea-cg"], repetitions=1, epochs=1)
+    found = compare(setup, ["pch-1"], ["ea-cg"], repetitions=1, epochs=1, tune=False, train_seeds=1)
     assert found.convergence["optimizer"].unique().tolist() == ["pch-1 + ea-cg", "sgd", "adam"]
     assert found.convergence["epoch"].tolist() == [0, 1] * 3
     assert found.ok
@@ -292,7 +292,7 @@ def test_training_rows_are_there_for_pairs_and_baselines():
 def test_training_rows_say_what_each_optimizer_was_run_with(tmp_path):
     setup = Setup(data="digits[train=100,test=50]", batch=50)
     ask = {"alpha": 0.1, "lr": 0.3, "baselines": ["sgd[lr=0.05]", "adam"], "epochs": 1, "repetitions": 1}
-    compare(setup, ["pch-1"], ["ea-cg"], output=tmp_path, **ask)
+    compare(setup, ["pch-1"], ["ea-cg"], output=tmp_path, tune=False, train_seeds=1, **ask)
     ends = load_comparison(tmp_path).convergence.query("epoch == 1").set_index("optimizer")
     assert ends["lr"].to_dict() == {"pch-1 + ea-cg": 0.3, "sgd[lr=0.05]": 0.05, "adam": 0.001}
     assert ends["alpha"].dropna().to_dict() == {"pch-1 + ea-cg": 0.1}

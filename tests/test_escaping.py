@@ -109,7 +109,16 @@ def spoil(folder: Path, names: tuple[str, ...], text: str = TEXT) -> None:
 
 @pytest.mark.slow
 def test_the_files_of_a_comparison_have_no_formula_and_no_tag(tmp_path):
-    compare(TINY, ["fisher", "pch-1"], ["kfi", "cg"], repetitions=1, epochs=1, output=tmp_path)
+    compare(
+        TINY,
+        ["fisher", "pch-1"],
+        ["kfi", "cg"],
+        repetitions=1,
+        epochs=1,
+        tune=False,
+        train_seeds=1,
+        output=tmp_path,
+    )
     (tmp_path / "config.toml").unlink()
     named = ("provider", "solver", "providers", "solvers", "baselines", "optimizer", "layer_name", "notes")
     spoil(tmp_path, (*named, "newton_reason", "message", "route", "warnings", "torch", "data", "processor"))

@@ -238,16 +238,16 @@ def measured(folder: Path) -> pd.DataFrame:
 @pytest.mark.slow
 def test_compare_measures_again_what_another_source_measured(tmp_path, as_source):
     as_source("a" * 16)
-    compare(TINY, ["fisher"], ["kfi"], repetitions=1, epochs=1, output=tmp_path)
+    compare(TINY, ["fisher"], ["kfi"], repetitions=1, epochs=1, tune=False, train_seeds=1, output=tmp_path)
     first = measured(tmp_path)
     assert set(first["source"]) == {"a" * 16}
-    assert set(first["kind"]) == {"study", "error", "solve", "cost", "convergence"}
-    compare(TINY, ["fisher"], ["kfi"], repetitions=1, epochs=1, output=tmp_path)
+    assert set(first["kind"]) == {"study", "error", "solve", "cost", "tuning", "convergence"}
+    compare(TINY, ["fisher"], ["kfi"], repetitions=1, epochs=1, tune=False, train_seeds=1, output=tmp_path)
     assert len(measured(tmp_path)) == len(first)
     as_source("b" * 16)
     counts: list[int] = []
     compare(
-        TINY, ["fisher"], ["kfi"], repetitions=1, epochs=1, output=tmp_path,
+        TINY, ["fisher"], ["kfi"], repetitions=1, epochs=1, tune=False, train_seeds=1, output=tmp_path,
         on_progress=lambda progress: counts.append(progress.total),
     )  # fmt: skip
     assert set(counts) == {len(first) - 1}

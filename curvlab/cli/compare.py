@@ -19,7 +19,7 @@ from curvlab.cli.options import (
     output_options,
 )
 from curvlab.exceptions import StoreError
-from curvlab.studies.compare.columns import CONVERGENCE, cell_columns
+from curvlab.studies.compare.columns import CONVERGENCE, RACE, cell_columns
 
 if TYPE_CHECKING:
     from curvlab.studies.compare.frames import Comparison
@@ -133,7 +133,7 @@ def _write_report(compared: Comparison, folder: Path) -> Path:
 
 
 def _document(compared: Comparison, folder: Path, report: Path) -> dict[str, Any]:
-    names = ("cells", "errors", "repetitions", "blocks", "convergence")
+    names = ("cells", "errors", "repetitions", "blocks", "convergence", "by_time", "tuning")
     return {
         "folder": str(folder),
         "report": str(report),
@@ -150,14 +150,15 @@ def _document(compared: Comparison, folder: Path, report: Path) -> dict[str, Any
 def show_comparison(compared: Comparison) -> None:
     """The table of cells, what to know of them, and the answer."""
     from curvlab.report import recommend
+    from curvlab.report.training import race_ends
 
     columns = cell_columns()
     show_rows(columns, compared.cells.to_dict("records"))
     if compared.measured:
         paragraph(" ".join(column.legend for column in columns if column.legend))
     if not compared.convergence.empty:
-        last = compared.convergence.groupby("optimizer", sort=False).tail(1)
-        show_rows(CONVERGENCE, last.to_dict("records"), {"epoch": "Epochs"})
+        last = race_ends(compared.convergence)
+        show_rows(RACE if "seeds" in last else CONVERGENCE, last.to_dict("records"), {"epoch": "Epochs"})
     for warning in compared.warnings:
         paragraph(f"Note: {warning}")
     answer = recommend(compared.cells, compared.errors, compared.convergence)

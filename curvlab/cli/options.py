@@ -65,6 +65,8 @@ def option_of(setting: Setting, default: Any = None) -> click.Option:
 
     `default` is that of a command whose default is another: the help page shows it.
     """
+    if setting.kind is bool:
+        return click.Option([*setting.option_names, setting.name], default=None, help=setting.help_text())
     return click.Option(
         [*setting.option_names, setting.name],
         type=_type(setting),

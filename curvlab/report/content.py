@@ -216,16 +216,21 @@ def _training(comparison: Comparison) -> Section | None:
     elif convergence["test_loss"].notna().any():
         measures.append(("test_loss", "Test loss"))
 
+    race = "seed" in convergence and convergence["seed"].nunique() > 1
+    frames = {"epoch": convergence, "seconds": convergence, "cpu_seconds": comparison.by_time}
+    budgets = {"epoch": "epoch", "seconds": "wall clock", "cpu_seconds": "processor time"}
+    each = "the median of the seeds, and from the lowest to the highest of them" if race else "one run each"
+
     def drawing(measure: str, title: str, against: str) -> Drawing:
-        caption = f"{title} by {'wall clock' if against == 'seconds' else 'epoch'}, one run each."
         return Drawing(
-            f"{measure.replace('_', '-')}-{against}",
-            caption,
-            lambda look: convergence_curves(convergence, look=look, against=against, measure=measure),
+            f"{measure.replace('_', '-')}-{against.replace('_', '-')}",
+            f"{title} by {budgets[against]}: {each}.",
+            lambda look: convergence_curves(frames[against], look=look, against=against, measure=measure),
             half=True,
         )
 
-    drawings = tuple(drawing(*measure, against) for measure in measures for against in ("epoch", "seconds"))
+    axes = ("epoch", "cpu_seconds") if race and not comparison.by_time.empty else ("epoch", "seconds")
+    drawings = tuple(drawing(*measure, against) for measure in measures for against in axes)
     text = " ".join(settings_words(runs(convergence)))
     return Section("training", "Convergence", text, drawings, (convergence_table(convergence),))
 

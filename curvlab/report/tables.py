@@ -10,7 +10,8 @@ from typing import Any
 import pandas as pd
 
 from curvlab.report.numbers import MISSING, Unit, column_unit, digits, number_words
-from curvlab.studies.compare.columns import CONVERGENCE, ERRORS, LEFT_OUT, cell_columns
+from curvlab.report.training import race_ends
+from curvlab.studies.compare.columns import CONVERGENCE, ERRORS, LEFT_OUT, RACE, cell_columns
 from curvlab.studies.schema import Column
 
 __all__ = [
@@ -61,8 +62,8 @@ def error_table(errors: pd.DataFrame) -> Table:
 
 def convergence_table(convergence: pd.DataFrame) -> Table:
     """Where each optimizer ended, with the settings it ran with where the frame has them."""
-    ends = convergence.sort_values("epoch", kind="stable").groupby("optimizer", sort=False).tail(1)
-    return table_of("Where training ended", ends, CONVERGENCE)
+    ends = race_ends(convergence)
+    return table_of("Where training ended", ends, RACE if "seeds" in ends else CONVERGENCE)
 
 
 def left_out_table(cells: pd.DataFrame) -> Table:

@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 T = TypeVar("T", "Setting", "Column")
-EXPECTED: dict[type, str] = {str: "text", int: "an integer", float: "a number"}
+EXPECTED: dict[type, str] = {str: "text", int: "an integer", float: "a number", bool: "true or false"}
 METAVARS: dict[type, str] = {str: "SPEC", int: "N", float: "X"}
 
 
@@ -54,7 +54,7 @@ class Setting:
 
     Args:
         name: the keyword argument, and the key of the configuration file.
-        kind: `str`, `int` or `float`.
+        kind: `str`, `int`, `float`, or `bool` (an option `--name/--no-name`).
         default: what holds where nothing is given; None where that depends on other choices.
         help: one sentence for the help page and the docstring.
         flags: options of the command line (default: the name with dashes).
@@ -97,7 +97,13 @@ class Setting:
     @property
     def option_names(self) -> tuple[str, ...]:
         """The options of the command line."""
+        if self.kind is bool:
+            return (f"{self.flag}/{self._no_flag}",)
         return self.flags or (self.flag,)
+
+    @property
+    def _no_flag(self) -> str:
+        return f"--no-{self.flag.removeprefix('--')}"
 
     @property
     def shown_metavar(self) -> str:
@@ -124,7 +130,7 @@ class Setting:
                 raise SpecError(f"`{self.name}` is {value!r}; expected a list of names")
             return tuple(values)
         kinds = (float, int) if self.kind is float else (self.kind,)
-        if not isinstance(value, kinds) or isinstance(value, bool):
+        if not isinstance(value, kinds) or (isinstance(value, bool) and self.kind is not bool):
             raise SpecError(f"`{self.name}` is {value!r}; expected {EXPECTED[self.kind]}")
         return value
 
@@ -147,7 +153,11 @@ class Setting:
         """
         if self.many:
             return [] if tuple(value) == tuple(self.default) else [w for v in value for w in (self.flag, v)]
-        return [] if value is None or value == self.default else [self.flag, str(value)]
+        if value is None or value == self.default:
+            return []
+        if self.kind is bool:
+            return [self.flag if value else self._no_flag]
+        return [self.flag, str(value)]
 
 
 def setting(default: Any, help: str, *, kind: type | None = None, **more: Any) -> Any:

@@ -25,6 +25,7 @@ from curvlab.report.figures.axes import (
     shorten,
 )
 from curvlab.report.theme import LINES, Look
+from curvlab.report.training import bands
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,6 +54,8 @@ def convergence_curves(
 ) -> Axes:
     """`measure` against `"epoch"`, `"seconds"` or `"cpu_seconds"`, one line per optimizer; baselines grey.
 
+    Of several seeds the line is the median, in a band from the lowest to the highest.
+
     >>> frame = pd.DataFrame({"optimizer": "sgd", "provider": "", "solver": "", "epoch": [0, 1],
     ...     "seconds": [0.0, 0.4], "train_loss": [2.3, 1.1]})
     >>> convergence_curves(frame, against="seconds").get_xlabel()
@@ -64,6 +67,12 @@ def convergence_curves(
         return empty(ax, look, f"no {LABELS.get(measure, measure)} was measured")
     baselines: list[Artist] = []
     for name, group, style in _runs(known, look):
+        if "seed" in group and group["seed"].nunique() > 1:
+            provider = group["provider"]
+            group = bands(group, against, measure).assign(provider=provider.iloc[0])
+            ax.fill_between(
+                group[against], group["lower"], group["upper"], color=style["color"], alpha=0.15, linewidth=0
+            )
         (line,) = ax.plot(group[against], group[measure], **style)
         if not _text(group, "provider"):
             baselines.append(Line2D([], [], **style, label=shorten(name)))

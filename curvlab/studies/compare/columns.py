@@ -10,13 +10,16 @@ from curvlab.studies.train.columns import EPOCH, RATES
 
 __all__ = [
     "BLOCKS",
+    "BY_TIME",
     "CELLS",
     "CONVERGENCE",
     "ERRORS",
     "LEFT_OUT",
     "PHASES",
+    "RACE",
     "REPETITIONS",
     "TRACES",
+    "TUNING",
     "cell_columns",
 ]
 
@@ -87,8 +90,13 @@ REPETITIONS = (
     *PAIR,
     Column("repetition", "count"),
     *(Column(f"{phase}_seconds", "seconds") for phase in PHASES),
+    Column("wall_seconds", "seconds"),
+    Column("cpu_seconds", "seconds"),
+    Column("waited", "percent"),
+    Column("load", "number"),
+    Column("attempts", "count"),
 )
-"""One row per pair and repetition."""
+"""One row per pair and repetition, with what other programs did meanwhile (`timing`)."""
 
 ERRORS = (
     Column("layer", "label", "layer"),
@@ -122,9 +130,45 @@ CONVERGENCE = (
     Column("provider", "text"),
     Column("solver", "text"),
     *RATES,
+    Column("at_edge", "text", "at the end of its grid"),
+    Column("tuned", "flag"),
+    Column("tuning_epochs", "count"),
+    Column("tuning_seconds", "number"),
+    Column("seed", "count"),
     *EPOCH,
+    Column("cpu_seconds", "number", "processor seconds"),
+    Column("time_budget", "number"),
+    Column("epochs_in_time", "count", "epochs in equal time"),
+    Column("loss_in_time", "loss", "test loss in equal time", short="In equal time"),
 )
-"""One row per optimizer and epoch."""
+"""One row per optimizer, seed and epoch; the last three say where the run was after equal processor time."""
+
+BY_TIME = CONVERGENCE[:-3]
+"""The same rows of the longer runs that equal processor time needs."""
+
+RACE = (
+    *CONVERGENCE[:3],
+    *RATES,
+    Column("at_edge", "text", "at the end of its grid"),
+    Column("seeds", "count", "seeds", short="Seeds"),
+    *EPOCH[:3],
+    Column("test_loss", "loss", "test loss, median", short="Test loss"),
+    Column("test_low", "loss", "lowest", short="Low"),
+    Column("test_high", "loss", "highest", short="High"),
+    *CONVERGENCE[-6:],
+)
+"""One row per optimizer: where its seeds ended, the median of each column."""
+
+TUNING = (
+    *CONVERGENCE[:3],
+    *RATES[:2],
+    Column("epochs", "count", "epochs"),
+    Column("validation_loss", "loss", "validation loss"),
+    Column("cpu_seconds", "number", "processor seconds"),
+    Column("chosen", "flag", "chosen"),
+    Column("at_edge", "text", "at the end of its grid"),
+)
+"""One row per trial of a tuning."""
 
 
 def cell_columns() -> tuple[Column, ...]:

@@ -11,17 +11,20 @@ import pandas as pd
 
 from curvlab.studies.compare.columns import (
     BLOCKS,
+    BY_TIME,
     CONVERGENCE,
     ERRORS,
     PHASES,
     REPETITIONS,
     TRACES,
+    TUNING,
     cell_columns,
 )
+from curvlab.studies.compare.race import race_rows
+from curvlab.studies.compare.timing import disturbance_words
 from curvlab.studies.schema import Column
 from curvlab.studies.small.errors import TOTAL
 from curvlab.studies.store import Row, identity_of
-from curvlab.studies.train.columns import rates_of
 
 __all__ = ["Comparison", "comparison_from"]
 
@@ -36,11 +39,15 @@ class Comparison:
         command: the shell command that does it again.
         cells: one row per provider and solver: status, seconds (median and interquartile range over the
             repetitions), bytes, operations, error, closeness to Newton's direction, residuals.
-        repetitions: one row per pair and repetition: seconds of each phase.
+        repetitions: one row per pair and repetition: seconds of each phase, wall clock, processor time, and
+            what other programs did meanwhile.
         errors: one row per provider and layer, and one whose layer is "Total".
         traces: relative residual by pair, block and iteration.
         blocks: one row per pair and block: how it was solved, and its closeness to Newton's direction.
-        convergence: one row per optimizer and epoch, with the optimizer's learning rate, α and momentum.
+        convergence: one row per optimizer, seed and epoch, with the optimizer's learning rate, α and
+            momentum, and where the run was after equal processor time.
+        by_time: the same up to that time, for the optimizers that make more epochs in it.
+        tuning: one row per trial of a tuning: values, epochs, validation loss, and which were chosen.
         warnings: sentences a reader should know.
         failures: sentences on cells that failed.
     """
@@ -54,6 +61,8 @@ class Comparison:
     traces: pd.DataFrame
     blocks: pd.DataFrame
     convergence: pd.DataFrame
+    by_time: pd.DataFrame = field(default_factory=pd.DataFrame)
+    tuning: pd.DataFrame = field(default_factory=pd.DataFrame)
     warnings: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
@@ -81,7 +90,7 @@ def comparison_from(
     solved = {(row["provider"], row["solver"]): row for row in by_kind["solve"]}
     timed = [row for row in by_kind["cost"] if row["repetition"] < config["repetitions"]]
     wrong = {row["provider"]: row for row in by_kind["error"] if row["provider"] in config["providers"]}
-    trained = _trained(by_kind["convergence"], config)
+    race = race_rows(by_kind["convergence"], by_kind["tuning"], config)
     shown = [(pair, solved[pair]) for pair in pairs if pair in solved]
     times = pd.DataFrame(
         [row for pair in pairs for row in timed if _pair(row) == pair and row["status"] == "ok"]
@@ -102,16 +111,18 @@ def comparison_from(
         blocks=_frame(
             [_named(pair) | row for pair, solve in shown for row in solve.get("blocks", [])], BLOCKS
         ),
-        convergence=_frame([row for run in trained for row in _epoch_rows(run)], CONVERGENCE),
-        warnings=_warnings(study, shown, wrong, trained),
-        failures=_failures([*(row for _, row in shown), *broken, *wrong.values(), *trained]),
+        convergence=_frame(race.convergence, CONVERGENCE),
+        by_time=_frame(race.by_time, BY_TIME),
+        tuning=_frame(race.tuning, TUNING),
+        warnings=[*filter(None, [disturbance_words(times)]), *_warnings(study, shown, wrong, race.warnings)],
+        failures=_failures([*(row for _, row in shown), *broken, *wrong.values(), *race.runs]),
     )
 
 
 def _by_kind(rows: Iterable[Row], study: str) -> dict[str, list[Row]]:
     """The rows of a study by kind; of several for one cell and repetition the last, tried again, counts."""
     last = {identity_of(row): row for row in rows if row.get("study") == study}
-    kinds: dict[str, list[Row]] = {"solve": [], "cost": [], "error": [], "convergence": []}
+    kinds: dict[str, list[Row]] = {kind: [] for kind in ("solve", "cost", "error", "tuning", "convergence")}
     for row in last.values():
         kinds.setdefault(str(row["kind"]), []).append(row)
     return kinds
@@ -175,22 +186,8 @@ def _trace_rows(pair: tuple[str, str], row: Row) -> list[Row]:
     ]
 
 
-def _trained(rows: Sequence[Row], config: Mapping[str, Any]) -> list[Row]:
-    """The training runs of the configured optimizers, for the configured number of epochs."""
-    wanted = [f"{provider} + {solver}" for provider in config["providers"] for solver in config["solvers"]]
-    asked = [config.get(name) for name in ("epochs", "train_batch", "lr")]
-    ran = [row for row in rows if [row.get(name) for name in ("epochs_asked", "train_batch", "lr")] == asked]
-    by_name = {row["optimizer"]: row for row in ran}
-    return [by_name[name] for name in [*wanted, *config["baselines"]] if name in by_name]
-
-
-def _epoch_rows(row: Row) -> list[Row]:
-    named = {name: row[name] for name in ("optimizer", "provider", "solver")}
-    return [named | rates_of(row.get("spec", "")) | epoch for epoch in row.get("epochs", [])]
-
-
 def _warnings(
-    study: Mapping[str, Any], shown: Any, wrong: Mapping[str, Row], trained: Sequence[Row]
+    study: Mapping[str, Any], shown: Any, wrong: Mapping[str, Row], trained: Sequence[str]
 ) -> list[str]:
     found = list(study.get("warnings", []))
     found += [f"{name}: {note}." for name, row in wrong.items() for note in row.get("notes", [])]
@@ -202,7 +199,7 @@ def _warnings(
     reasons = [row["newton_reason"] for _, row in shown if _lacks_distance(row)]
     found += [f"No distance to Newton's direction: {reason}." for reason in reasons]
     found += [f"Left out: {message}" for message in _refusals(shown, wrong)]
-    found += [f"{row['optimizer']}: {row['message']}" for row in trained if row["status"] != "ok"]
+    found += trained
     return list(dict.fromkeys(found))
 
 

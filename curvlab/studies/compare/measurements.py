@@ -3,7 +3,8 @@
     error         a provider: layer-wise and total error of its bias blocks against the absolute Hessian
     solve         a pair: bytes, operations, closeness to Newton's direction, residuals and their traces
     cost          a pair and a repetition: seconds of estimate, prepare and apply
-    convergence   an optimizer: losses and accuracy by epoch and by seconds
+    tuning        an optimizer with one choice of learning rate and α: its validation loss (`race`)
+    convergence   an optimizer and a seed: losses and accuracy by epoch and by seconds (`race`)
 
 A cell that cannot exist is a row `skipped` with the reason; one that raises is a row `failed` with the
 message. A task names everything by value, so that it runs in any process.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -30,6 +31,7 @@ from curvlab.measure.source import source_hash
 from curvlab.problem import Problem
 from curvlab.solvers import Solution
 from curvlab.studies.compare.newton import Closeness, Newton, newton
+from curvlab.studies.compare.race import measure_run, measure_trial
 from curvlab.studies.compare.resources import Pair, fresh, memory, usage
 from curvlab.studies.compare.settings import Settings, build
 from curvlab.studies.compare.tasks import Kind, Task
@@ -39,9 +41,6 @@ from curvlab.studies.setup import Setup
 from curvlab.studies.small.errors import errors
 from curvlab.studies.small.fake_problem import fake_problem
 from curvlab.studies.store import Row
-from curvlab.studies.train.columns import EPOCH
-from curvlab.studies.train.plan import TrainPlan
-from curvlab.studies.train.run import train
 
 __all__ = ["Cell", "failure", "run_task"]
 
@@ -203,32 +202,13 @@ def _planned(pair: Pair, problem: Problem) -> int | None:
 
 def _cost(task: Task) -> Row:
     pair = Pair(task.provider, task.solver, task.settings.alpha)
-    phases = _bench_of(task.settings.subject).watch(pair).measure()
-    return {
-        "estimate_seconds": phases.estimate,
-        "prepare_seconds": phases.prepare,
-        "apply_seconds": phases.apply,
-    }
-
-
-def _convergence(task: Task) -> Row:
-    """`epochs` holds one entry per epoch, the first before training; a run that diverged has failed."""
-    settings = task.settings
-    assert isinstance(settings.subject, Setup)
-    setup = replace(settings.subject, batch=settings.train_batch)
-    frame = train(TrainPlan(setup, task.optimizer, settings.epochs))
-    last = frame.iloc[-1]
-    ended = (
-        {}
-        if last["status"] == "ok"
-        else {"status": "failed", "message": f"{last['status']}: {last['message']}"}
-    )
-    return {"epochs": frame[[column.name for column in EPOCH]].to_dict("records"), **ended}
+    return _bench_of(task.settings.subject).watch(pair).measure().row()
 
 
 _MEASURES: dict[Kind, Callable[[Task], Row]] = {
     "error": _error,
     "solve": _solve,
     "cost": _cost,
-    "convergence": _convergence,
+    "tuning": measure_trial,
+    "convergence": measure_run,
 }

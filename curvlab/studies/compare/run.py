@@ -24,8 +24,9 @@ from curvlab.studies.compare.folder import command_of, load_comparison, write_fr
 from curvlab.studies.compare.frames import Comparison, comparison_from
 from curvlab.studies.compare.measurements import failure, run_task
 from curvlab.studies.compare.problem_notes import problem_notes
+from curvlab.studies.compare.race import planned_tasks, race_tasks
 from curvlab.studies.compare.settings import Settings, build
-from curvlab.studies.compare.tasks import convergence_tasks, cost_tasks, first_tasks
+from curvlab.studies.compare.tasks import Task, cost_tasks, first_tasks
 from curvlab.studies.executor import Place, place_of, run
 from curvlab.studies.run_lock import run_lock
 from curvlab.studies.schema import settings_of
@@ -33,6 +34,8 @@ from curvlab.studies.setup import Setup
 from curvlab.studies.store import Row, Store, identity_of
 
 __all__ = ["Comparison", "Progress", "compare", "load_comparison", "run_comparison"]
+
+RACE = ("tuning", "convergence")
 
 
 @dataclass(frozen=True)
@@ -216,20 +219,32 @@ def _measure(
 ) -> None:
     done = {identity_of(row): row for row in rows.rows()}
     finished = {i for i, row in done.items() if not (retry and row.get("status") == "failed")}
-    stages = (first_tasks, cost_tasks, convergence_tasks)
+    stages = (first_tasks, cost_tasks)
     total = sum(identity_of(task.head) not in finished for stage in stages for task in stage(settings))
+    trained = [done[i] for i in finished if i[0] in RACE and done[i].get("study") == settings.study]
+    total += max(0, planned_tasks(settings) - len(trained))
     count = 0
     on_progress(Progress(count, total))
-    for stage in stages:
-        left_out = _left_out(done.values(), settings.study)
-        tasks = list(stage(settings, left_out))
+
+    def carry_out(tasks: Iterable[Task]) -> int:
+        """Run what is not finished; how many there were."""
+        nonlocal count
         pending = [task for task in tasks if identity_of(task.head) not in finished]
         for ended in run(run_task, pending, place):
             row = ended.result if ended.result is not None else failure(ended.argument.head, ended.error)  # type: ignore[arg-type]
             rows.append(row)
             done[identity_of(row)] = row
+            finished.add(identity_of(row))
             count += 1
-            on_progress(Progress(count, total, row))
+            on_progress(Progress(count, max(total, count), row))
+        return len(pending)
+
+    for stage in stages:
+        carry_out(stage(settings, _left_out(done.values(), settings.study)))
+    left_out = _left_out(done.values(), settings.study)
+    # What is trained next depends on what came of the trainings before.
+    while carry_out(race_tasks(settings, [done[identity] for identity in finished], left_out)):
+        pass
 
 
 def _left_out(rows: Iterable[Row], study: str) -> set[tuple[str, str]]:

@@ -48,7 +48,7 @@ class Settings:
 
     >>> settings = Settings.of(Setup(), providers=["pch[gamma=-1]"], solvers=["cg"])
     >>> settings.providers, settings.repetitions
-    (('pch-1',), 5)
+    (('pch-1',), 15)
     """
 
     subject: Setup | Problem
@@ -64,11 +64,25 @@ class Settings:
     )
     alpha: float = setting(defaults.ALPHA, "Damping, (1-α)C + αI.", commands=BOTH)
     repetitions: int = setting(
-        5, "How often each cell is timed, in turns.", flags=("-r", "--repetitions"), least=1, decides=""
+        15,
+        "Rounds of timing, in each of which every cell is timed once.",
+        flags=("-r", "--repetitions"),
+        least=1,
+        decides="",
     )
     epochs: int = setting(
-        0, "Train every cell and the baselines for N epochs.", least=0, decides="convergence"
+        0,
+        "Train every cell and the baselines for N epochs, and as long as the slowest of them takes.",
+        least=0,
+        decides="convergence",
     )
+    tune: bool = setting(
+        True,
+        "Choose learning rates and α on a validation set before training.",
+        default_words="--tune",
+        decides="",
+    )
+    train_seeds: int = setting(5, "Trainings of each, with weights of their own.", least=1, decides="")
     train_batch: int = setting(TRAIN_BATCH, "Examples a training step sees.", least=1, decides="convergence")
     lr: float | None = setting(
         None,

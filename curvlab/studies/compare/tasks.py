@@ -1,7 +1,8 @@
 """The tasks of a comparison, in the order they are measured.
 
 Repetitions go round: every pair once, then every pair again from the next one on, so that a slow moment of
-the machine falls on neighbours and not on one pair's whole sample.
+the machine falls on neighbours and not on one pair's whole sample. The tasks of training follow from what was
+measured before, and are in `race`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from curvlab.exceptions import SpecError
 from curvlab.measure.source import source_hash
 from curvlab.providers import Provider
 from curvlab.providers.registry import providers as provider_registry
@@ -20,10 +20,10 @@ from curvlab.solvers.registry import solvers as solver_registry
 from curvlab.studies.compare.settings import Settings
 from curvlab.studies.store import Row
 
-__all__ = ["Kind", "Task", "convergence_tasks", "cost_tasks", "first_tasks", "labels"]
+__all__ = ["Kind", "Task", "cost_tasks", "first_tasks", "head_of", "labels"]
 
 
-Kind = Literal["error", "solve", "cost", "convergence"]
+Kind = Literal["error", "solve", "cost", "tuning", "convergence"]
 
 
 @dataclass(frozen=True)
@@ -58,22 +58,6 @@ def cost_tasks(settings: Settings, left_out: Collection[tuple[str, str]] = ()) -
             yield task
 
 
-def convergence_tasks(settings: Settings, left_out: Collection[tuple[str, str]] = ()) -> Iterator[Task]:
-    """The training runs: every pair, then the baselines."""
-    if not settings.epochs:
-        return
-    rate = "" if settings.lr is None else f",lr={settings.lr}"
-    for provider, solver in settings.pairs:
-        pair = labels(provider, solver)
-        if pair not in left_out:
-            spec = f"second-order[provider={pair[0]},solver={pair[1]},alpha={settings.alpha}{rate}]"
-            yield _training(
-                settings, spec, {"optimizer": " + ".join(pair), "provider": pair[0], "solver": pair[1]}
-            )
-    for name in settings.baselines:
-        yield _training(settings, name, {"optimizer": name, "provider": "", "solver": ""})
-
-
 def labels(provider: Any, solver: Any) -> tuple[str, str]:
     """The short names of a pair, as rows have them."""
     return provider_registry.label(provider), solver_registry.label(solver)
@@ -83,23 +67,10 @@ def _task(settings: Settings, kind: Kind, choice: dict[str, Any]) -> Task:
     names: dict[str, Registry[Any]] = {"provider": provider_registry, "solver": solver_registry}
     key = settings.key(kind, **{what: names[what].identity(spec) for what, spec in choice.items()})
     shown = {what: names[what].label(spec) for what, spec in choice.items()}
-    head = _head(settings, kind, key) | shown
+    head = head_of(settings, kind, key) | shown
     return Task(kind, settings, head, **choice)
 
 
-def _training(settings: Settings, spec: str, shown: Row) -> Task:
-    from curvlab.studies.train.optimizers import optimizers
-
-    try:
-        text = optimizers.canonical(spec)
-    except SpecError:
-        text = spec  # the cell itself says what is wrong with it
-    key = settings.key("convergence", optimizer=text)
-    asked = {"epochs_asked": settings.epochs, "train_batch": settings.train_batch, "lr": settings.lr}
-    head = _head(settings, "convergence", key) | {"spec": text, **shown, **asked}
-    return Task("convergence", settings, head, optimizer=spec)
-
-
-def _head(settings: Settings, kind: Kind, key: str) -> Row:
+def head_of(settings: Settings, kind: Kind, key: str) -> Row:
     """What every row of a comparison says of itself first."""
     return {"key": key, "kind": kind, "study": settings.study, "source": source_hash()}

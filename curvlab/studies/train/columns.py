@@ -38,16 +38,19 @@ PEAK = Column("peak_bytes", "bytes", "peak", short="Peak")
 def rates_of(spec: str) -> dict[str, float]:
     """Those settings of `RATES` that an optimizer has, by its spec; none where it names no optimizer.
 
+    α is the damping of a second-order step: what another optimizer calls `alpha` is something else.
+
     >>> rates_of("sgd[lr=0.05]"), rates_of("adam")
     ({'lr': 0.05, 'momentum': 0.9}, {'lr': 0.001})
     """
-    from curvlab.studies.train.optimizers import optimizers
+    from curvlab.studies.train.optimizers import SecondOrderSpec, optimizers
 
     try:
         made = optimizers.make(spec)
     except SpecError:
         return {}
-    return {one.name: float(getattr(made, one.name)) for one in RATES if hasattr(made, one.name)}
+    names = ("lr", "alpha", "momentum") if isinstance(made, SecondOrderSpec) else ("lr", "momentum")
+    return {name: float(getattr(made, name)) for name in names if hasattr(made, name)}
 
 
 def rate_words(rates: Mapping[str, float]) -> str:

@@ -1,19 +1,27 @@
-"""Optimizers by name: `second-order[provider=…,solver=…]` and the baselines `sgd`, `adam`, `lbfgs`.
+"""Optimizers by name: `second-order[provider=…,solver=…]`, and the baselines that it is compared with.
 
-A baseline is torch's own. Its gradient is backpropagated from the criterion's closed form,
-Σ c_i ∇ξ(h^k_i) / Σ c_i, which is what the second-order step uses too. Torch is imported when an optimizer is
-built: help pages and lists read the configurations alone.
+    sgd, adam, lbfgs, muon       with the fields of the classes below
+    adamw, rmsprop, nadam, …     every other class of `torch.optim`, in lower case, with its own fields
+    package.module:function      whatever takes the parameters (the model, where its first argument is called
+                                 `model`) and `lr`, and gives a torch optimizer: the class of another
+                                 package, or a function of one's own
+
+The gradient of a baseline is backpropagated from the criterion's closed form, Σ c_i ∇ξ(h^k_i) / Σ c_i, which
+is what the second-order step uses too. Torch is imported when an optimizer is built, or one of its own asked
+for: help pages and lists read the configurations alone.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, make_dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from curvlab import defaults
-from curvlab.exceptions import SpecError
+from curvlab import defaults, imports
+from curvlab.exceptions import SpecError, UserCodeError
 from curvlab.registry import Registry
 from curvlab.studies.schema import setting
 
@@ -29,6 +37,8 @@ __all__ = [
     "SGD",
     "Adam",
     "GradientSteps",
+    "Muon",
+    "OptimizerRegistry",
     "OptimizerSpec",
     "SecondOrderSpec",
     "Stepper",
@@ -59,7 +69,7 @@ class GradientSteps:
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | _Together,
         model: nn.Module,
         criterion: Criterion,
         communicator: Communicator | None = None,
@@ -288,6 +298,170 @@ class LBFGS(OptimizerSpec):
         return GradientSteps(made, model, criterion, communicator)
 
 
+@dataclass(frozen=True)
+class Muon(OptimizerSpec):
+    """torch.optim.Muon for the matrices and AdamW for all other parameters, at one learning rate.
+
+    Muon's step is scaled to the size of AdamW's (`match_rms_adamw`), so that one rate suits both.
+    """
+
+    lr: float = 0.02
+    momentum: float = 0.95
+    weight_decay: float = 0.0
+    nesterov: bool = True
+
+    def build(
+        self, model: nn.Module, criterion: Criterion, communicator: Communicator | None = None
+    ) -> Stepper:
+        import torch
+
+        if not hasattr(torch.optim, "Muon"):
+            raise SpecError(f"`muon` is torch's own, from 2.9 on; this is torch {torch.__version__}")
+        matrices = [p for p in model.parameters() if p.ndim == 2]
+        others = [p for p in model.parameters() if p.ndim != 2]
+        made: list[torch.optim.Optimizer] = []
+        if matrices:
+            muon = torch.optim.Muon(
+                matrices,
+                self.lr,
+                self.weight_decay,
+                self.momentum,
+                self.nesterov,
+                adjust_lr_fn="match_rms_adamw",
+            )
+            made.append(muon)
+        if others:
+            made.append(torch.optim.AdamW(others, self.lr, weight_decay=self.weight_decay))
+        return GradientSteps(_Together(made), model, criterion, communicator)
+
+
+class _Together:
+    """Several torch optimizers, each with parameters of its own, that step together."""
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        self.parts = list(parts)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for part in self.parts for group in part.param_groups]
+
+    def zero_grad(self) -> None:
+        for part in self.parts:
+            part.zero_grad()
+
+    def step(self, closure: Callable[[], Any]) -> Any:
+        loss = closure()
+        for part in self.parts:
+            part.step()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return {str(number): part.state_dict() for number, part in enumerate(self.parts)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for number, part in enumerate(self.parts):
+            part.load_state_dict(state_dict[str(number)])
+
+
+class _MadeSpec(OptimizerSpec):
+    """The configuration of an optimizer that curvlab does not know: its fields are the maker's arguments."""
+
+    maker: ClassVar[Callable[..., Any]]
+    asked: ClassVar[str]
+    takes_model: ClassVar[bool]
+
+    def build(
+        self, model: nn.Module, criterion: Criterion, communicator: Communicator | None = None
+    ) -> Stepper:
+        subject = model if self.takes_model else list(model.parameters())
+        try:
+            made = type(self).maker(subject, **asdict(self))
+        except Exception as error:
+            raise UserCodeError(
+                f"optimizer `{self.asked}` was not made ({type(error).__name__}: {error}); it is called with "
+                f"the {'model' if self.takes_model else 'list of parameters'}, {', '.join(asdict(self))}"
+            ) from error
+        wanted = ("step", "zero_grad", "param_groups", "state_dict", "load_state_dict")
+        missing = [name for name in wanted if not hasattr(made, name)]
+        if missing:
+            raise SpecError(
+                f"optimizer `{self.asked}` gave a {type(made).__name__} without {', '.join(missing)}; "
+                f"expected a torch.optim.Optimizer"
+            )
+        return GradientSteps(made, model, criterion, communicator)
+
+
+def _made_spec(asked: str, maker: Callable[..., Any]) -> type[OptimizerSpec]:
+    """A configuration with one field for each argument of `maker` that is a number, a flag or a text.
+
+    An argument of another kind (None, a function) stays as the maker has it.
+    """
+    first, *arguments = inspect.signature(maker).parameters.values()
+    kinds = {one.name: kind for one in arguments if (kind := _kind_of(one)) is not None}
+    if "lr" not in (one.name for one in arguments):
+        raise SpecError(f"optimizer `{asked}` takes no argument `lr`; wrap it in a function that does")
+    defaults_of = {one.name: one.default for one in arguments}
+    lr = defaults_of["lr"] if isinstance(defaults_of["lr"], (int, float)) else 1e-3
+    values: dict[str, Any] = {name: kinds[name](defaults_of[name]) for name in kinds} | {"lr": float(lr)}
+    annotated = {
+        name: tuple[float, ...] if kinds.get(name) is tuple else type(values[name]) for name in values
+    }
+    fields = [(name, annotated[name], field(default=value)) for name, value in values.items()]
+    space = {"maker": staticmethod(maker), "asked": asked, "takes_model": first.name == "model"}
+    made: type[OptimizerSpec] = make_dataclass(
+        asked, fields, bases=(_MadeSpec,), namespace={**space, "__module__": __name__}, frozen=True
+    )
+    made.__doc__ = f"`{asked}`, with its own arguments."
+    return made
+
+
+def _kind_of(argument: inspect.Parameter) -> Callable[[Any], Any] | None:
+    """How a value of an argument is read, by its default and annotation; None where it cannot be set."""
+    value, annotation = argument.default, str(argument.annotation)
+    if isinstance(value, bool):
+        return bool
+    if isinstance(value, str):
+        return str
+    if isinstance(value, int) and value and "float" not in annotation:
+        return int
+    if isinstance(value, (int, float)):  # a bare 0 may become 0.01, as weight_decay=0
+        return int if annotation in ("int", "<class 'int'>") else float
+    if isinstance(value, tuple) and value and all(isinstance(one, float) for one in value):
+        return tuple
+    return None
+
+
+class OptimizerRegistry(Registry["OptimizerSpec"]):
+    """The registered optimizers, those of `torch.optim` by their names in lower case, and addresses.
+
+    >>> optimizers.make("rmsprop[lr=0.02]").lr
+    0.02
+    >>> optimizers.label("torch.optim:NAdam[lr=0.01]")
+    'torch.optim:NAdam[lr=0.01]'
+    """
+
+    def _make_entry(self, name: str) -> type[OptimizerSpec] | None:
+        maker = imports.load(name, "optimizer") if imports.is_address(name) else _torch_optimizer(name)
+        if maker is None:
+            return None
+        if not callable(maker):
+            raise SpecError(f"optimizer `{name}` is a {type(maker).__name__}; expected a class or a function")
+        return _made_spec(name, maker)
+
+
+def _torch_optimizer(name: str) -> Callable[..., Any] | None:
+    """The class of `torch.optim` with this name in lower case."""
+    import torch
+
+    base = torch.optim.Optimizer
+    known = {
+        attribute.lower(): found
+        for attribute, found in vars(torch.optim).items()
+        if isinstance(found, type) and issubclass(found, base) and found is not base
+    }
+    return known.get(name.lower())
+
+
 def check_rate(lr: float) -> None:
     """Raise `SpecError` unless the learning rate is a finite number above zero: else nothing would train.
 
@@ -297,8 +471,9 @@ def check_rate(lr: float) -> None:
         raise SpecError(f"lr={lr}: a learning rate is a finite number above 0, such as 0.1")
 
 
-optimizers: Registry[OptimizerSpec] = Registry("optimizer")
+optimizers = OptimizerRegistry("optimizer")
 optimizers.register("second-order", SecondOrderSpec, "any provider with any solver")
 optimizers.register("sgd", SGD, "torch's SGD, momentum 0.9")
 optimizers.register("adam", Adam, "torch's Adam")
 optimizers.register("lbfgs", LBFGS, "torch's L-BFGS, a few iterations a batch")
+optimizers.register("muon", Muon, "torch's Muon for matrices, AdamW for the rest")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from curvlab import specs
 from curvlab.exceptions import SpecError
@@ -13,6 +13,11 @@ from curvlab.studies.setup import Setup
 from curvlab.studies.store import key_of
 from curvlab.studies.train.optimizers import OptimizerSpec, optimizers
 from curvlab.studies.train.schedules import Schedule, schedules
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from curvlab.data import Dataset
 
 __all__ = ["TRAIN_BATCH", "TrainPlan"]
 
@@ -26,10 +31,15 @@ class TrainPlan:
 
     Args:
         setup: model, data, criterion, batch size, seed, device and dtype.
-        optimizer: `second-order[…]`, `sgd[…]`, `adam[…]` or `lbfgs[…]`.
+        optimizer: `second-order[…]`, `sgd[…]`, `adam[…]`, `lbfgs[…]`, `muon[…]`, another of torch's by its
+            name in lower case, or `package.module:function[…]`; see `curvlab.studies.train.optimizers`.
         epochs: passes over the training set.
         schedule: `constant`, `cosine` or `steps[every=…,gamma=…]`.
         evaluate_examples: at most this many training examples, drawn by the seed, for the training loss.
+        run_seed: of the first weights and of the order of examples; None is the setup's seed, which fixes the
+            data in any case, so that runs of several seeds are of the same data.
+        holdout: this share of the training set, drawn by the setup's seed, is not trained on, and stands in
+            for the test set: what hyperparameters are chosen by.
 
     >>> TrainPlan(Setup(batch=100), "second-order[lr=0.2]", epochs=3).labels()["optimizer"]
     'pch-1 + ea-cg'
@@ -37,7 +47,9 @@ class TrainPlan:
 
     setup: Setup = field(default_factory=lambda: Setup(batch=TRAIN_BATCH))
     optimizer: str = setting(
-        "second-order", "second-order, sgd, adam or lbfgs, with fields: sgd[lr=0.05,momentum=0.9]."
+        "second-order",
+        "second-order, sgd, adam, lbfgs, muon, another of torch's, or MODULE:NAME; with fields: "
+        "sgd[lr=0.05,momentum=0.9].",
     )
     epochs: int = setting(
         10, "Passes over the training set; a larger number continues a finished run.", least=0
@@ -46,12 +58,18 @@ class TrainPlan:
         "constant", "constant, cosine or steps[every=10,gamma=0.1].", flags=("--lr-schedule",)
     )
     evaluate_examples: int = 10_000
+    run_seed: int | None = None
+    holdout: float = 0.0
 
     def __post_init__(self) -> None:
         if self.epochs < 0:
             raise SpecError(f"epochs={self.epochs}: expected 0 (only evaluate) or more")
         if self.evaluate_examples < 1:
             raise SpecError(f"evaluate_examples={self.evaluate_examples}: expected 1 or more")
+        if not 0 <= self.holdout < 1:
+            raise SpecError(
+                f"holdout={self.holdout}: expected a share of the training set, from 0 to below 1"
+            )
 
     @cached_property
     def spec(self) -> OptimizerSpec:
@@ -62,6 +80,32 @@ class TrainPlan:
     def schedule_value(self) -> Schedule:
         """The schedule."""
         return schedules.make(self.schedule)
+
+    @property
+    def start_seed(self) -> int:
+        """The seed of the first weights and of the order of the examples."""
+        return self.setup.seed if self.run_seed is None else self.run_seed
+
+    def load_data(self) -> Dataset:
+        """The data set; with a `holdout` that part of the training set in place of the test set."""
+        data = self.setup.load_data()
+        if not self.holdout:
+            return data
+        import torch
+
+        from curvlab.data.splits import stratified_subset
+
+        count, labels = len(data.train), data.train.labels
+        kinds = labels if labels is not None and labels.ndim == 1 else None
+        share = min(max(round(self.holdout * count), 1), count - 1)
+        held = torch.zeros(count, dtype=torch.bool)
+        held[stratified_subset(kinds, count, share, self.setup.seed)] = True
+        train, test = (data.train.select(part.nonzero().flatten()) for part in (~held, held))
+        return replace(data, train=train, test=test)
+
+    def build_model(self) -> nn.Module:
+        """The model with its first weights."""
+        return replace(self.setup, seed=self.start_seed).build_model()
 
     def resolve(self) -> TrainPlan:
         """The same plan with every open choice of the setup made."""
@@ -79,6 +123,9 @@ class TrainPlan:
             "epochs": self.epochs,
             "schedule": schedules.canonical(self.schedule_value),
             "evaluate_examples": self.evaluate_examples,
+            # Left out where they change nothing: run folders from before they existed stay what they are.
+            **({} if self.run_seed is None else {"run_seed": self.run_seed}),
+            **({"holdout": self.holdout} if self.holdout else {}),
             "setup": self.setup.resolve().fields(),
         }
 

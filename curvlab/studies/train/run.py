@@ -106,6 +106,7 @@ def train(
     checkpoint_steps: int | None = None,
     draw: Callable[[pd.DataFrame, str], bytes] | None = None,
     process_group: ProcessGroup | None = None,
+    count_memory: bool = True,
 ) -> pd.DataFrame:
     """Train as `plan` says and return one row per epoch, the first of them before training.
 
@@ -124,6 +125,8 @@ def train(
         process_group: train on the ranks of this group, each on its part of every batch; all must make this
             call. The first rank alone has the folder. The run is the one that a single process makes of the
             plan, up to rounding, and any number of ranks may resume it.
+        count_memory: whether the first step of every epoch is watched for its peak, which takes as long as
+            many steps of a small network; without, `peak_bytes` is NaN.
 
     >>> from curvlab.studies.setup import Setup
     >>> frame = train(TrainPlan(Setup(data="digits[train=200]", batch=100), epochs=1))
@@ -133,8 +136,8 @@ def train(
     communicator = communicator_of(process_group)
     with ExitStack() as held, torch.random.fork_rng():
         outputs = None if folder is None else _opened(folder, plan, fresh, communicator, held)
-        torch.manual_seed(plan.setup.seed)
-        run = TrainRun(plan, communicator)
+        torch.manual_seed(plan.start_seed)
+        run = TrainRun(plan, communicator, count_memory)
         _restore(run, outputs)
         run.begin()
         _carry_out(run, outputs, on_progress, observe, should_stop, checkpoint_seconds, checkpoint_steps)
@@ -257,13 +260,15 @@ class Tally:
 class TrainRun:
     """A plan being carried out: by one process, or by several ranks, each on its part of every batch."""
 
-    def __init__(self, plan: TrainPlan, communicator: Communicator = LOCAL) -> None:
-        self.plan, self.communicator = plan.resolve(), communicator
+    def __init__(
+        self, plan: TrainPlan, communicator: Communicator = LOCAL, count_memory: bool = True
+    ) -> None:
+        self.plan, self.communicator, self.count_memory = plan.resolve(), communicator, count_memory
         setup = self.plan.setup
         self.device = devices.resolve(setup.device)
-        self.data = setup.load_data().to(self.device, setup.torch_dtype)
+        self.data = self.plan.load_data().to(self.device, setup.torch_dtype)
         # One function for all optimizers: layers that are random in training mode stay quiet.
-        self.model = setup.build_model().eval()
+        self.model = self.plan.build_model().eval()
         self.criterion = setup.build_criterion()
         self.stepper = self.plan.spec.build(self.model, self.criterion, communicator)
         self.rates = [float(group["lr"]) for group in self.stepper.param_groups]
@@ -318,10 +323,11 @@ class TrainRun:
         started, cpu_started = perf_counter(), process_time()
         inputs, targets = self._next_batch()
         self._set_rates()
-        first, last = self.tally.steps == 0, self.tally.steps + 1 == self.batches_per_epoch
+        last = self.tally.steps + 1 == self.batches_per_epoch
+        counted = self.count_memory and self.tally.steps == 0
         self._observe(last)
         try:
-            loss = self._counted_step(inputs, targets) if first else self._step(inputs, targets)
+            loss = self._counted_step(inputs, targets) if counted else self._step(inputs, targets)
         except (SolveError, LinAlgError) as error:
             return self._end(DIVERGED, str(error))
         except PairError as error:
@@ -333,7 +339,7 @@ class TrainRun:
                 raise
             return self._end(DIVERGED, str(error))
         seconds, cpu_seconds = perf_counter() - started, process_time() - cpu_started
-        self._count(loss, seconds, cpu_seconds, plain=not first and not last)
+        self._count(loss, seconds, cpu_seconds, plain=not counted and not last)
         if not isfinite(loss):
             return self._end(DIVERGED, f"the loss is {loss}")
         if last:
@@ -342,9 +348,8 @@ class TrainRun:
 
     def _next_batch(self) -> tuple[Tensor, Tensor]:
         if self._batches is None:
-            setup = self.plan.setup
-            start = self.tally.steps
-            batches = self.data.batches(setup.batch, setup.seed, self.epoch, start=start)
+            plan, start = self.plan, self.tally.steps
+            batches = self.data.batches(plan.setup.batch, plan.start_seed, self.epoch, start=start)
             self._batches = rank_batches(batches, self.communicator.rank, self.communicator.size)
         return next(self._batches)
 
