@@ -7,6 +7,7 @@ was under way; what had finished is in the store, and the study resumes from the
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
@@ -64,6 +65,12 @@ class Dask:
             raise SpecError(
                 "executor `dask` needs the address of a scheduler: dask[address=tcp://host:8786]. Start one "
                 "with `dask scheduler`, and workers with `dask worker ADDRESS --nthreads 1`"
+            )
+
+        _, scheme, place = self.address.rpartition("://")
+        if not scheme and not re.fullmatch(r".+:[0-9]+", place):
+            raise SpecError(
+                f"executor `dask`: address `{self.address}` has no port; write dask[address=tcp://host:8786]"
             )
 
     def start(self) -> Executor:
