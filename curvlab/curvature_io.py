@@ -95,9 +95,9 @@ def load_packed(path: str | PathLike[str]) -> Packed:
         with safe_open(path, framework="pt") as file:
             header = json.loads((file.metadata() or {}).get("curvlab", "{}"))
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    except (SafetensorError, json.JSONDecodeError) as error:
+    except (OSError, SafetensorError, ValueError, RecursionError) as error:
         raise CurvatureFileError(f"{path} cannot be read ({error}); {EXPECTED}") from error
-    if header.get("format") not in READABLE:
+    if not isinstance(header, dict) or header.get("format") not in READABLE:
         raise CurvatureFileError(
             f"{path} is not a curvature saved by curvlab ({' or '.join(READABLE)}); {EXPECTED}"
         )
