@@ -8,7 +8,7 @@ SIGTERM at a random moment within the time that an uninterrupted run takes. Prin
     kills        attempts that a signal ended
     lost         rows that were whole before an attempt and are not there after it
     different    rows that an uninterrupted run has otherwise, in what is not a time
-    hangs        resumed attempts that were not over after 60 seconds
+    hangs        resumed attempts that were not over after 150 seconds
     failed       attempts that ended otherwise, or left workers behind that were there 20 seconds later
 """
 
@@ -37,7 +37,7 @@ DATA = "synthetic[features=5,classes=3,examples=60]"
 SETUP = Setup(arch="5-4-3", data=DATA, batch=10, device="cpu")
 GRID = GridStudy(data=DATA, arch="5-4-3", epochs=3, pairs=("sgd",), lr=(0.1, 0.2), batch=(10,))
 ORPHAN_SECONDS = 20
-HANG_SECONDS = 60
+HANG_SECONDS = 150  # importing torch in new workers takes long on a busy machine
 
 
 def run_compare(folder: Path, executor: str = "serial") -> None:
