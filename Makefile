@@ -29,7 +29,7 @@ RATIOS ?= (narrow|cifar10).*cpu SGDRatio.*pch-1.*imagenet10.*cpu
 say = @printf '==> %s\n'
 
 .DEFAULT_GOAL := help
-.PHONY: help install compare test test-fast test-shuffled test-long lint types format reproduce reproduce-quick bench asv-quick asv-check asv-publish clean
+.PHONY: help install compare test test-fast test-shuffled test-adversarial test-long lint types format reproduce reproduce-quick bench asv-quick asv-check asv-publish clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -69,6 +69,10 @@ test-fast: $(STAMP) ## run what takes less than a second each: the inner loop, u
 test-shuffled: $(STAMP) ## run the fast tests in a random order: SEED=...
 	$(say) 'pytest, $(JOBS) workers, the fast tests shuffled: make test-shuffled SEED=$(SEED)'
 	@$(PYTEST) -m '$(FAST)' --random-order --random-order-seed=$(SEED) $(ARGS)
+
+test-adversarial: $(STAMP) ## run the adversarial suite alone, and print its counts
+	$(say) 'pytest tests/adversarial, $(JOBS) workers'
+	@$(PYTEST) tests/adversarial $(ARGS)
 
 test-long: $(STAMP) ## run what does not fit CI: the property tests with 500 examples each
 	$(say) 'pytest, $(JOBS) workers, property tests with many examples'

@@ -25,6 +25,7 @@ from curvlab.curvature_io import Packed, load_packed, save_packed
 from curvlab.curvature_layers import LayerCurvature, OperatorLayer, unpack_layer
 from curvlab.exceptions import (
     ArgumentError,
+    CurvatureFileError,
     DenseSizeError,
     MatrixFreeError,
     OperandError,
@@ -243,7 +244,15 @@ class Curvature(FullPrecision):
     @staticmethod
     def load(path: str | PathLike[str]) -> Curvature:
         """Read a curvature that `save` wrote."""
-        return Curvature.unpack(load_packed(path))
+        packed = load_packed(path)
+        try:
+            return Curvature.unpack(packed)
+        # Whatever part is missing or of another kind, the file was not written by `save`.
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+            raise CurvatureFileError(
+                f"{path} is no whole curvature ({type(error).__name__}: {error}); save it again with "
+                f"Curvature.save"
+            ) from error
 
     def pack(self) -> Packed:
         """The parts of a curvature whose layers all have factors."""

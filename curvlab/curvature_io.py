@@ -109,9 +109,9 @@ def load_packed(path: str | PathLike[str]) -> Packed:
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     except FileNotFoundError as error:
         raise CurvatureFileMissingError(f"{path} is not there; {EXPECTED}") from error
-    except (SafetensorError, json.JSONDecodeError, OSError) as error:
+    except (OSError, SafetensorError, ValueError, RecursionError) as error:
         raise CurvatureFileError(f"{path} cannot be read ({error}); {EXPECTED}") from error
-    if header.get("format") not in READABLE:
+    if not isinstance(header, dict) or header.get("format") not in READABLE:
         raise CurvatureFileError(
             f"{path} is not a curvature saved by curvlab ({' or '.join(READABLE)}); {EXPECTED}"
         )

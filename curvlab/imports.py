@@ -27,7 +27,8 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
 from importlib.abc import MetaPathFinder
@@ -37,7 +38,7 @@ from typing import Any
 
 from curvlab.exceptions import SpecError, UserCodeError
 
-__all__ = ["call", "is_address", "load"]
+__all__ = ["call", "guarded", "is_address", "load"]
 
 IMPORTLIB = ("importlib", "_frozen_importlib", "_frozen_importlib_external")
 
@@ -63,7 +64,7 @@ def load(address: str, what: str) -> Any:
     module_name, _, attribute = address.partition(":")
     try:
         found: Any = _module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script without a guard may end the process
         raise SpecError(
             f"{what} `{address}`: importing {module_name} failed ({type(error).__name__}: {error}). "
             f"Run from the folder that holds it, or install it"
@@ -85,13 +86,47 @@ def call(function: Callable[[], Any], address: str, what: str) -> Any:
     """
     try:
         return function()
-    except Exception as error:
-        module_name, _, attribute = address.partition(":")
-        reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        raise UserCodeError(
-            f"{what} `{address}` raised {reason}. Correct the function; to see its full traceback: "
-            f'python -c "import {module_name}; {module_name}.{attribute}()"'
-        ) from error
+    except (Exception, SystemExit) as error:
+        raise _user_code_error(error, address, what, "()") from error
+
+
+def guarded(made: Any, address: str, what: str) -> Any:
+    """The user's object at `address`; what a re-iterable raises on the way is said in a sentence.
+
+    >>> guarded([1, 2], "mydata:batches", "data")
+    [1, 2]
+    """
+    plain = (list, tuple, str, Mapping, Iterator)  # the last is used up by one pass, which others refuse
+    if isinstance(made, plain) or hasattr(made, "shape") or not isinstance(made, Iterable):
+        return made
+    return _Guarded(made, address, what)
+
+
+@dataclass(frozen=True, eq=False)
+class _Guarded:
+    items: Iterable[Any]
+    address: str
+    what: str
+
+    def __iter__(self) -> Iterator[Any]:
+        called = "()" if callable(load(self.address, self.what)) else ""
+        try:
+            yield from self.items
+        except (Exception, SystemExit) as error:
+            raise _user_code_error(error, self.address, self.what, called, "list") from error
+
+
+def _user_code_error(
+    error: BaseException, address: str, what: str, called: str, wrapped: str = ""
+) -> UserCodeError:
+    module_name, _, attribute = address.partition(":")
+    reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    expression = f"{module_name}.{attribute}{called}"
+    expression = f"{wrapped}({expression})" if wrapped else expression
+    return UserCodeError(
+        f"{what} `{address}` raised {reason}. Correct it; to see its full traceback: "
+        f'python -c "import {module_name}; {expression}"'
+    )
 
 
 def _module(name: str) -> ModuleType:

@@ -13,6 +13,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.adversarial.outcomes import PROPERTY, count_lines
+
 torch.set_num_threads(1)
 
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
@@ -29,6 +31,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what became of the adversarial suite's attacks, wherever its tests ran."""
+    reports = [report for found in terminalreporter.stats.values() for report in found]
+    calls = [report.user_properties for report in reports if getattr(report, "when", "") == "call"]
+    recorded = [value for properties in calls for name, value in properties if name == PROPERTY]
+    for line in count_lines(recorded):
+        terminalreporter.write_line(line)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

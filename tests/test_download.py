@@ -24,6 +24,7 @@ from curvlab.exceptions import DataError
 
 FILES = (*TRAIN_FILES, *TEST_FILES)
 RECORDS = 10
+LIMIT = 1_000_000
 
 
 def _tar(members: dict[str, bytes], links: dict[str, str] | None = None) -> bytes:
@@ -216,7 +217,7 @@ def test_a_member_that_leaves_the_folder_is_refused_and_nothing_is_left(tmp_path
     home.mkdir()
     (home / "archive.tar.gz").write_bytes(_tar(extra | _cifar_members(), links))
     with pytest.raises(DataError, match=problem):
-        unpack(home / "archive.tar.gz", home / FOLDER, FILES)
+        unpack(home / "archive.tar.gz", home / FOLDER, FILES, LIMIT)
     assert [path.name for path in home.iterdir()] == ["archive.tar.gz"]
     assert [path.name for path in tmp_path.iterdir()] == ["cache"]
 
@@ -226,7 +227,7 @@ def test_a_link_in_place_of_a_data_file_is_not_followed(tmp_path):
     del members[f"{FOLDER}/{FILES[0]}"]
     (tmp_path / "archive.tar.gz").write_bytes(_tar(members, {f"{FOLDER}/{FILES[0]}": FILES[1]}))
     with pytest.raises(DataError, match=f"{FILES[0]} is not in it"):
-        unpack(tmp_path / "archive.tar.gz", tmp_path / FOLDER, FILES)
+        unpack(tmp_path / "archive.tar.gz", tmp_path / FOLDER, FILES, LIMIT)
 
 
 @pytest.mark.parametrize("damage", [lambda content: content[:-200], lambda content: b"not a tar" * 50])
@@ -234,7 +235,7 @@ def test_a_broken_archive_is_named_and_leaves_nothing(tmp_path, damage):
     archive = tmp_path / "archive.tar.gz"
     archive.write_bytes(damage(_tar(_cifar_members())))
     with pytest.raises(DataError, match=re.escape(f"{archive}: the archive cannot be used")):
-        unpack(archive, tmp_path / FOLDER, FILES)
+        unpack(archive, tmp_path / FOLDER, FILES, LIMIT)
     assert [path.name for path in tmp_path.iterdir()] == ["archive.tar.gz"]
 
 
@@ -244,5 +245,5 @@ def test_what_a_killed_run_left_unpacked_does_not_get_in_the_way(tmp_path):
     (scratch / FILES[0]).write_bytes(b"half")
     archive = tmp_path / "archive.tar.gz"
     archive.write_bytes(_tar(_cifar_members()))
-    unpack(archive, tmp_path / FOLDER, FILES)
+    unpack(archive, tmp_path / FOLDER, FILES, LIMIT)
     assert len((tmp_path / FOLDER / FILES[0]).read_bytes()) == RECORDS * 3073

@@ -24,11 +24,13 @@ from torch import Tensor, nn
 from curvlab.activations import by_name, module_of
 from curvlab.architectures.base import Architecture, InputKind, Sizes
 from curvlab.exceptions import SpecError
-from curvlab.measure.device import readable
+from curvlab.measure.device import physical_memory, readable
 
 __all__ = ["FCNN", "INITIALISERS", "Autoencoder"]
 
 INITIALISERS = {"xavier-uniform": nn.init.xavier_uniform_, "xavier-normal": nn.init.xavier_normal_}
+LARGEST_MATRIX = 2**58
+"""Weights of a matrix whose bytes still count in 64 bits, also in sums over layers."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,8 @@ class FCNN(Architecture):
         """
         features = prod(inputs) if isinstance(inputs, tuple) else inputs
         widths = self._fitted(features, outputs)
+        if readable(torch.empty(0, dtype=dtype, device=device)):
+            _check_memory(widths)
         generator = torch.Generator().manual_seed(seed)
         modules: list[nn.Module] = []
         for fan_in, fan_out in pairwise(widths):
@@ -159,6 +163,23 @@ def _check_widths(widths: tuple[int, ...]) -> None:
         )
     if any(isinstance(width, bool) or not isinstance(width, int) or width < 1 for width in widths):
         raise SpecError(f"widths are positive integers; given `{_text(widths)}`. Write e.g. widths=64-32-10")
+
+    largest = max(fan_in * fan_out for fan_in, fan_out in pairwise(widths))
+    if largest > LARGEST_MATRIX:
+        raise SpecError(
+            f"widths `{_text(widths)}` have a matrix of {largest:.3g} weights, {4 * largest:.3g} bytes: no "
+            f"computer holds it. Use smaller widths"
+        )
+
+
+def _check_memory(widths: tuple[int, ...]) -> None:
+    """Refuse weights that do not fit this machine: the system may grant them, and then end the process."""
+    needed, there = 4 * sum(fan_in * fan_out for fan_in, fan_out in pairwise(widths)), physical_memory()
+    if there is not None and needed > there:
+        raise SpecError(
+            f"widths `{_text(widths)}` take {needed / 1e9:.1f} GB of weights, and this machine has "
+            f"{there / 1e9:.1f} GB. Use smaller widths; `curvlab plan` says what would fit"
+        )
 
 
 def _text(widths: tuple[int, ...]) -> str:

@@ -8,7 +8,10 @@ completion answer at once.
 from __future__ import annotations
 
 import difflib
+import errno
 import importlib
+import io
+import os
 import sys
 from typing import Any
 
@@ -36,6 +39,7 @@ COMMANDS = {
     "report": "Render the report of a results folder again.",
     "merge": "Join several results folders into one.",
 }
+OUTPUT_ERRORS = (errno.ENOSPC, errno.EIO, errno.EBADF)
 USAGE_ERRORS = (SpecError, PairError, ProblemError, DataFolderError, ResultsFolderError)
 
 
@@ -65,6 +69,18 @@ class _LazyGroup(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Run; on a terminal or in a file of another encoding, letters that it lacks are shown as `?`."""
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="replace")
+        try:
+            os.getcwd()
+        except FileNotFoundError:  # torch's own libraries do not load there
+            click.echo("Error: the working folder has been removed; change to another one", err=True)
+            sys.exit(2)
+        return super().main(*args, **kwargs)
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             with plain_warnings():
@@ -72,6 +88,34 @@ class _LazyGroup(click.Group):
         except CurvlabError as error:
             click.echo(f"Error: {error}", err=True)
             sys.exit(2 if isinstance(error, USAGE_ERRORS) else 1)
+        except OSError as error:
+            # An error of a file names it, one of standard output does not. A closed pipe is click's.
+            if error.filename is not None or error.errno not in OUTPUT_ERRORS:
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python tries again as it ends
+            click.echo(
+                f"Error: cannot write to standard output: {error.strerror}. Redirect it elsewhere", err=True
+            )
+            sys.exit(1)
+        except (MemoryError, RuntimeError) as error:
+            if not _lacks_memory(error):
+                raise
+            reason = str(error).partition("\n")[0] or "the system gave no more"
+            click.echo(
+                f"Error: not enough memory ({reason}). Use a smaller network or --batch; `curvlab plan` with "
+                f"the same options says what would fit. What was stored before is unchanged",
+                err=True,
+            )
+            sys.exit(1)
+
+
+def _lacks_memory(error: Exception) -> bool:
+    """Whether an error is torch's, or Python's, for memory that the system did not give.
+
+    On the CPU torch has no class of its own for it.
+    """
+    named = type(error).__name__ in ("MemoryError", "OutOfMemoryError")
+    return named or "can't allocate memory" in str(error) or "not enough memory" in str(error)
 
 
 @click.group(

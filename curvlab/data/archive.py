@@ -18,12 +18,15 @@ from curvlab.exceptions import DataError
 __all__ = ["unpack"]
 
 
-def unpack(archive: Path, folder: Path, expected: Collection[str]) -> None:
-    """Write the files `<folder's name>/<expected>` of `archive` to `folder`, all or none."""
+def unpack(archive: Path, folder: Path, expected: Collection[str], limit: int) -> None:
+    """Write the files `<folder's name>/<expected>` of `archive` to `folder`, all or none.
+
+    An archive whose members claim more than `limit` bytes together is refused before they are unpacked.
+    """
     scratch = folder.with_name(f".{folder.name}.unpacking")
     shutil.rmtree(scratch, ignore_errors=True)  # what a killed run left
     try:
-        _extract(archive, scratch, {f"{folder.name}/{name}" for name in expected})
+        _extract(archive, scratch, {f"{folder.name}/{name}" for name in expected}, limit)
         (scratch / folder.name).replace(folder)
     except tarfile.FilterError as error:
         raise _broken(archive, f"an unsafe member: {error}") from error
@@ -37,9 +40,15 @@ def unpack(archive: Path, folder: Path, expected: Collection[str]) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _extract(archive: Path, scratch: Path, expected: set[str]) -> None:
+def _extract(archive: Path, scratch: Path, expected: set[str], limit: int) -> None:
+    claimed = 0
     with tarfile.open(archive) as tar:
         for member in tar:
+            claimed += member.size
+            if claimed > limit:
+                raise _broken(
+                    archive, f"its members take more than {limit:,} bytes, far beyond the data set's"
+                )
             tarfile.data_filter(member, str(scratch))
             if member.name in expected and member.isreg():
                 tar.extract(member, scratch, filter="data")

@@ -120,7 +120,8 @@ def obtain(data_dir: Path | None = None, release: Release = OFFICIAL) -> Path:
         if not folder.is_dir():  # another process may have been first
             archive = folder.parent / release.address.rsplit("/", 1)[-1]
             fetch(release.address, archive, release.sha256)
-            unpack(archive, folder, (*TRAIN_FILES, *TEST_FILES))
+            files = (*TRAIN_FILES, *TEST_FILES)
+            unpack(archive, folder, files, limit=2 * len(files) * release.records * RECORD)
             archive.unlink()
     return folder
 

@@ -107,7 +107,9 @@ def _class_names(root: Path) -> list[str]:
 def _images(folder: Path) -> list[Path]:
     known = {suffix for suffix, kind in Image.registered_extensions().items() if kind in Image.OPEN}
     files = sorted(
-        path for path in folder.iterdir() if path.suffix.lower() in known and not path.name.startswith(".")
+        path
+        for path in folder.iterdir()
+        if path.suffix.lower() in known and not path.name.startswith(".") and path.is_file()
     )
     if len(files) < 2:
         raise DataFolderError(

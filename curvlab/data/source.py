@@ -36,7 +36,15 @@ class Source(ABC):
     def load(self, seed: int = 0, data_dir: str | Path | None = None) -> Dataset:
         """The data set; `seed` fixes splits, subsets and synthetic draws, `data_dir` is where files are."""
         folder = None if data_dir is None else Path(data_dir).expanduser()
-        return self._load(seed, folder).subset(self.train, self.test, seed)
+        found = self._load(seed, folder)
+        for field, examples in (("train", found.train), ("test", found.test)):
+            count = getattr(self, field)
+            if count is not None and count > len(examples):
+                raise SpecError(
+                    f"{field} is {count}; `{found.name}` has {len(examples)} such examples: use that many or "
+                    f"fewer, or leave it out for all"
+                )
+        return found.subset(self.train, self.test, seed)
 
     def sizes(self) -> tuple[tuple[int, ...], int] | None:
         """Shape of an example and outputs of a network for it; None where only loading it tells.

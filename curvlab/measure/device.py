@@ -24,6 +24,7 @@ __all__ = [
     "keep_freed_memory",
     "memory_bytes",
     "peak_allocated",
+    "physical_memory",
     "read_interval",
     "readable",
     "resolve",
@@ -118,6 +119,18 @@ def keep_freed_memory(device: torch.device | str) -> None:
     """
     if torch.device(device).type == "cpu":
         np.empty(LARGEST_BLOCK, dtype=np.uint8)  # no tensor: nothing for those who count tensor bytes
+
+
+def physical_memory() -> int | None:
+    """Bytes of memory that this machine has; None where the system does not tell.
+
+    >>> physical_memory() is None or physical_memory() > 10**6
+    True
+    """
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return None
 
 
 def has_allocator_statistics(device: torch.device | str) -> bool:

@@ -15,7 +15,7 @@ from curvlab.reproduce.experiments import claims, experiments
 from curvlab.reproduce.provenance import BANNER, Provenance
 from curvlab.reproduce.run import work_folder
 from curvlab.reproduce.subjects import Options
-from curvlab.studies.store import Store
+from curvlab.studies.store import Store, edited_rows_refused
 
 __all__ = ["write_findings"]
 
@@ -59,8 +59,9 @@ def _measured(experiment: Experiment, folder: Path, options: Options) -> tuple[F
     if not (work / "results.jsonl").exists():
         return {}, Provenance((options.scale,))
     store = Store(work, read_only=True)
-    frames = experiment.frames(store)
-    return frames, Provenance.of(store, frames, options)
+    with edited_rows_refused(store):
+        frames = experiment.frames(store)
+        return frames, Provenance.of(store, frames, options)
 
 
 def _section(

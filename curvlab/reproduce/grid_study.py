@@ -25,6 +25,12 @@ __all__ = ["AXES", "GridStudy", "parse_only"]
 
 AXES = tuple(GRID)
 ITERATIVE = ("cg", "ea-cg")
+TEXT, INTEGER, NUMBER = (str, "text"), (int, "an integer"), ((int, float), "a number")
+KINDS: dict[str, tuple[Any, str]] = {
+    **dict.fromkeys(("data", "arch", "criterion", "pairs"), TEXT),
+    **dict.fromkeys(("seed", "epochs", "evaluate_examples", "batch", "max_iter"), INTEGER),
+    **dict.fromkeys(("lr", "alpha", "tol"), NUMBER),
+}
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,10 @@ class GridStudy:
             if listed != isinstance(value, list) or value == []:
                 expected = "a list that is not empty" if listed else "one value"
                 raise SpecError(f"{path}: `{name}` is {value!r}; expected {expected}")
+            kinds, words = KINDS[name]
+            for one in value if listed else [value]:
+                if not isinstance(one, kinds) or isinstance(one, bool):
+                    raise SpecError(f"{path}: `{name}` has {one!r}; expected {words}")
         values: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in found.items()}
         return cls(**values)
 
@@ -75,8 +85,8 @@ class GridStudy:
         return replace(self, **{name: tuple(values) for name, values in kept.items()})  # type: ignore[arg-type]
 
     def plans(self, *, device: str = "auto", data_dir: str | None = None) -> list[TrainPlan]:
-        """One training plan for each combination."""
-        return [
+        """One training plan for each combination, its optimizer's names and fields checked."""
+        plans = [
             TrainPlan(
                 Setup(
                     data=self.data,
@@ -95,6 +105,9 @@ class GridStudy:
             for batch in self.batch
             for optimizer in self._optimizers(pair)
         ]
+        for plan in plans:
+            plan.spec.resolve()
+        return plans
 
     def _optimizers(self, pair: str) -> list[str]:
         provider, plus, solver = (part.strip() for part in pair.partition("+"))

@@ -26,7 +26,7 @@ from curvlab.reproduce.subjects import Options
 from curvlab.studies.executor import Place, place_of, run
 from curvlab.studies.run_lock import run_lock
 from curvlab.studies.spreadsheet import csv_text
-from curvlab.studies.store import Store, key_of
+from curvlab.studies.store import Store, edited_rows_refused, key_of
 
 __all__ = ["DEFAULT_OUTPUT", "command_of", "reproduce", "work_folder", "write_experiment"]
 
@@ -62,7 +62,8 @@ def reproduce(
         places = Places(work_folder(folder), work_folder(all_experiments) / "runs", fresh)
         store = Store(places.store, fresh=fresh)
         tasks, place = experiment.tasks(options), place_of(executor)
-        pending = [task for task in tasks if not task.finished(store)]
+        with edited_rows_refused(store):
+            pending = [task for task in tasks if not task.finished(store)]
         if fresh:
             _prepare(pending[:1], place)
         if pending:
@@ -75,11 +76,13 @@ def reproduce(
 
 def write_experiment(experiment: Experiment, store: Store, options: Options, folder: Path) -> Path:
     """Write the frames and the page of what has been measured."""
-    frames = experiment.frames(store)
-    outcome = Outcome(store, options, command_of(experiment.name, options), frames)
+    with edited_rows_refused(store):
+        frames = experiment.frames(store)
+        outcome = Outcome(store, options, command_of(experiment.name, options), frames)
+        content = Provenance.of(store, frames, options).mark(experiment.content(outcome))
     for name, frame in frames.items():
         write_text_atomic(folder / f"{name}.csv", csv_text(frame, float_format="%.6g"))
-    return write_pages(Provenance.of(store, frames, options).mark(experiment.content(outcome)), folder)
+    return write_pages(content, folder)
 
 
 def work_folder(folder: Path) -> Path:

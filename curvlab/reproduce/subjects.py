@@ -16,7 +16,7 @@ from typing import Literal
 
 from curvlab.exceptions import SpecError
 from curvlab.reproduce.grid_study import GridStudy
-from curvlab.studies.setup import Setup
+from curvlab.studies.setup import Setup, check_seed
 
 __all__ = ["SCALES", "SMOKE", "Options", "Role", "Scale", "subject", "uninformed"]
 
@@ -51,6 +51,11 @@ class Options:
     def __post_init__(self) -> None:
         if self.scale not in SCALES:
             raise SpecError(f"scale is `{self.scale}`; use one of {', '.join(SCALES)}")
+        from curvlab.measure import device as devices  # torch, which the help page does without
+
+        for seed in self.seeds:
+            check_seed(seed)
+        devices.resolve(self.device)
 
 
 def subject(role: Role, criterion: str, seed: int, options: Options, limits: str = "") -> tuple[Setup, str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import (
@@ -91,7 +92,9 @@ class Process:
     def start(self) -> Executor:
         """A pool of new processes: torch's threads do not survive a fork."""
         with _safe_path():
-            return _Pool(self.workers, mp_context=multiprocessing.get_context("spawn"))
+            return _Pool(
+                self.workers, mp_context=multiprocessing.get_context("spawn"), initializer=_end_with_parent
+            )
 
 
 class _Pool(ProcessPoolExecutor):
@@ -105,6 +108,21 @@ class _Pool(ProcessPoolExecutor):
         """Hand a call over; processes that are missing are started here."""
         with _safe_path():
             return super().submit(fn, *args, **kwargs)
+
+
+def _end_with_parent() -> None:
+    """Let this worker end when its parent does: a killed study leaves nobody who holds folders of its runs.
+
+    A worker that waits for its next call holds both ends of the pipe, and would wait for ever.
+    """
+    parent = multiprocessing.parent_process()
+
+    def watch() -> None:
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 @contextmanager

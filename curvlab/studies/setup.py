@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from curvlab.data import Dataset, InputKind
     from curvlab.problem import Problem
 
-__all__ = ["SETUP", "Setup"]
+__all__ = ["SETUP", "Setup", "check_seed"]
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,15 @@ class Setup:
 
         for one in SETUP:
             one.check(getattr(self, one.name))
+        check_seed(self.seed)
         self._check_model()
         data = self.data if imports.is_address(self.data) else datasets.canonical(self.data)
         criterion = (
             self.criterion if imports.is_address(self.criterion) else criteria.canonical(self.criterion)
         )
         device = str(devices.resolve(self.device))
+        if device == "meta":
+            raise SpecError("device `meta` holds no values to measure; use cpu, or `curvlab plan`")
         arch = None if self.model is not None else architectures.canonical(self._architecture())
         return replace(self, arch=arch, activation=None, data=data, criterion=criterion, device=device)
 
@@ -186,7 +189,9 @@ class Setup:
             inputs, targets = next(iter(data.batches(min(self.batch, len(data.train)), seed=self.seed)))
             return _moved(inputs, device, dtype), _moved(targets, device, dtype)
         made = imports.load(self.data, "data")
-        return imports.call(made, self.data, "data") if callable(made) else made
+        return imports.guarded(
+            imports.call(made, self.data, "data") if callable(made) else made, self.data, "data"
+        )
 
     def build_problem(self) -> Problem:
         """The model, the criterion and the batch as a problem."""
@@ -232,6 +237,15 @@ def _check_size(chosen: Architecture, dtype: torch.dtype, device: torch.device) 
             f"{layers * LAYER_SECONDS:.0f} s for their number alone, and a study makes hundreds. Use "
             f"{LAYERS:,} layers or fewer"
         )
+
+
+def check_seed(seed: int) -> None:
+    """Raise `SpecError` unless torch's generators take the seed: an integer of 64 bits, signed or not.
+
+    >>> check_seed(-1)
+    """
+    if not -(2**63) <= seed < 2**64:
+        raise SpecError(f"seed={seed}: use an integer of 64 bits, from -2^63 to 2^64 - 1, such as 0")
 
 
 def _moved(values: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:

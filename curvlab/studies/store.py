@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from math import isfinite
@@ -34,6 +34,7 @@ __all__ = [
     "Merged",
     "Row",
     "Store",
+    "edited_rows_refused",
     "identity_of",
     "key_of",
     "merge",
@@ -42,6 +43,7 @@ __all__ = [
 
 Row = dict[str, Any]
 """A row of a store: a JSON object with a `key`."""
+Check = Callable[[Row], str]
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,8 @@ class Store:
 
     With `read_only` nothing is created, locked or repaired: faulty lines are reported and skipped. With
     `fresh` the store begins anew: it has no rows, and what the file holds stays where it is until the first
-    row is appended, which sets it aside as results.previous-1.jsonl, or the next number that is free.
+    row is appended, which sets it aside as results.previous-1.jsonl, or the next number that is free. `check`
+    says why a row cannot be used, in a few words, or nothing: such a line counts as faulty.
 
     >>> import tempfile
     >>> store = Store(tempfile.mkdtemp())
@@ -67,12 +70,19 @@ class Store:
     (True, [])
     """
 
-    def __init__(self, folder: str | Path, *, read_only: bool = False, fresh: bool = False) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        read_only: bool = False,
+        fresh: bool = False,
+        check: Check = lambda row: "",
+    ) -> None:
         self.folder = Path(folder)
         self.path = self.folder / "results.jsonl"
         self.rejected_path = self.folder / "results.rejected.jsonl"
         self.bad_lines: list[BadLine] = []
-        self._read_only, self._fresh = read_only, fresh
+        self._read_only, self._fresh, self._check = read_only, fresh, check
         self._rows: list[Row] = []
         self._keys: set[str] = set()
         self._signature: tuple[int, ...] | None = None
@@ -144,7 +154,7 @@ class Store:
     def _repair(self) -> None:
         """Move faulty lines aside, the rejected first: a crash in between doubles but never loses."""
         lines = _read(self.path)
-        _, bad_lines = _parse(lines)
+        _, bad_lines = _parse(lines, self._check)
         if not bad_lines:
             return
         self._report(bad_lines)
@@ -158,7 +168,7 @@ class Store:
         signature = _signature(self.path)
         if self._fresh or signature == self._signature:
             return
-        self._rows, bad_lines = _parse(_read(self.path))
+        self._rows, bad_lines = _parse(_read(self.path), self._check)
         self._keys = {row["key"] for row in self._rows}
         if self._read_only:
             self._report(bad_lines)
@@ -192,6 +202,25 @@ def _is_first_row_torn(lines: list[bytes]) -> bool:
     except (ValueError, RecursionError):
         return True
     return False
+
+
+@contextmanager
+def edited_rows_refused(store: Store) -> Iterator[None]:
+    """Say in a sentence that rows do not fit, where what is made of them in the block fails for that reason.
+
+    >>> import tempfile
+    >>> store = Store(tempfile.mkdtemp())
+    >>> with edited_rows_refused(store):
+    ...     store.rows() == []
+    True
+    """
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise StoreError(
+            f"{store.path} has rows that are not as curvlab writes them ({type(error).__name__}: {error}). "
+            f"Take out the lines that were edited, or measure again with --fresh, which sets the file aside"
+        ) from error
 
 
 def key_of(config: Mapping[str, Any]) -> str:
@@ -275,6 +304,8 @@ def _plain(value: Any, non_finite: Any) -> Any:
 
 def _read(path: Path) -> list[bytes]:
     try:
+        if path.exists() and not path.is_file():  # opening a pipe would wait for whoever writes to it
+            raise StoreError(f"cannot read {path}: it is no file; move it, or choose another folder")
         with path.open("rb") as file:
             return file.readlines()
     except FileNotFoundError:
@@ -283,12 +314,15 @@ def _read(path: Path) -> list[bytes]:
         raise StoreError(f"cannot read {path}: {error.strerror}") from error
 
 
-def _parse(lines: list[bytes]) -> tuple[list[Row], list[BadLine]]:
+def _parse(lines: list[bytes], check: Check = lambda row: "") -> tuple[list[Row], list[BadLine]]:
     rows: list[Row] = []
     bad_lines: list[BadLine] = []
     for number, line in enumerate(lines, start=1):
         try:
-            rows.append(_row(line))
+            row = _row(line)
+            if problem := check(row):
+                raise ValueError(problem)
+            rows.append(row)
         except (ValueError, RecursionError) as error:
             text = line.rstrip(b"\n").decode(errors="backslashreplace")
             bad_lines.append(BadLine(number, str(error), text))
@@ -301,6 +335,8 @@ def _row(line: bytes) -> Row:
     row = json.loads(line.decode(), parse_constant=_refuse)
     if not isinstance(row, dict) or not isinstance(row.get("key"), str):
         raise ValueError("no object with a `key`")
+    if any(isinstance(row.get(name), (list, dict)) for name in ("kind", "repetition")):
+        raise ValueError("its `kind` or `repetition` is a list or an object")
     return row
 
 

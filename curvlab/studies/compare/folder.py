@@ -16,9 +16,10 @@ from typing import Any
 from curvlab.exceptions import ResultsFolderError
 from curvlab.files import write_text_atomic
 from curvlab.studies.compare.frames import Comparison, comparison_from
+from curvlab.studies.compare.row_check import row_problem
 from curvlab.studies.compare.settings import all_settings
 from curvlab.studies.run_lock import run_lock
-from curvlab.studies.schema import Setting
+from curvlab.studies.schema import Setting, read_values
 from curvlab.studies.spreadsheet import csv_text
 from curvlab.studies.store import Merged, Store, merge
 from curvlab.studies.toml import read_settings, toml_text
@@ -54,7 +55,7 @@ def write_frames(folder: Path, comparison: Comparison) -> None:
 def load_comparison(folder: str | Path) -> Comparison:
     """The comparison that a folder holds, from its store."""
     folder = Path(folder)
-    rows = Store(folder, read_only=True).rows()
+    rows = Store(folder, read_only=True, check=row_problem).rows()
     key = study_of(folder)
     study = next(row for row in rows if row.get("kind") == "study" and row["key"] == key)
     config = study["config"] | _config_of(folder, study["config"])
@@ -63,7 +64,7 @@ def load_comparison(folder: str | Path) -> Comparison:
 
 def study_of(folder: Path) -> str:
     """The key of the study that a folder shows: the one it ran last."""
-    store = Store(folder, read_only=True)
+    store = Store(folder, read_only=True, check=row_problem)
     keys = [row["key"] for row in store.rows("study")]
     if not keys:
         raise ResultsFolderError(
@@ -71,7 +72,7 @@ def study_of(folder: Path) -> str:
         )
     try:
         shown = json.loads((folder / "environment.json").read_text(encoding="utf-8")).get("study")
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         shown = None
     return str(shown) if shown in keys else str(keys[-1])
 
@@ -79,7 +80,12 @@ def study_of(folder: Path) -> str:
 def _config_of(folder: Path, like: dict[str, Any]) -> dict[str, Any]:
     """The latest configuration: a second run may have asked for other providers in the same folder."""
     path = folder / "config.toml"
-    return read_settings(path, like) if path.exists() else {}
+    if not path.exists():
+        return {}
+    found = read_settings(path, like)
+    known = [one for one in all_settings() if one.name in found]
+    read_values({one.name: found[one.name] for one in known}, known, str(path))
+    return found
 
 
 def command_of(config: dict[str, Any]) -> str:
@@ -128,7 +134,7 @@ def _merge(folders: Sequence[str | Path], into: Path) -> MergedComparisons:
     done = merge(paths, into)
     # What a study is, is the same in both; when and with which commit it began need not be.
     done = replace(done, conflicts=[c for c in done.conflicts if c.kept.get("kind") != "study"])
-    held = {path: Store(path, read_only=True).rows() for path in paths}
+    held = {path: Store(path, read_only=True, check=row_problem).rows() for path in paths}
     compared = [path for path, rows in held.items() if any(row.get("kind") == "study" for row in rows)]
     apart = {path: len(rows) for path, rows in held.items() if path not in compared}
     if not compared:
@@ -140,7 +146,7 @@ def _merge(folders: Sequence[str | Path], into: Path) -> MergedComparisons:
 
 def _show(compared: Sequence[Path], into: Path) -> str:
     """Write what the new folder shows, the first folder's study; its key."""
-    studies = {row["key"]: row for row in Store(into).rows("study")}
+    studies = {row["key"]: row for row in Store(into, check=row_problem).rows("study")}
     first = _study(compared[0], studies)
     configs = [load_comparison(folder).config for folder in compared if _study(folder, studies) is first]
     write_settings(into, _union(configs), first["environment"], first["key"])

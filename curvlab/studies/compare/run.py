@@ -25,6 +25,7 @@ from curvlab.studies.compare.frames import Comparison, comparison_from
 from curvlab.studies.compare.measurements import failure, run_task
 from curvlab.studies.compare.problem_notes import problem_notes
 from curvlab.studies.compare.race import planned_tasks, race_tasks
+from curvlab.studies.compare.row_check import row_problem
 from curvlab.studies.compare.settings import Settings, build
 from curvlab.studies.compare.tasks import Task, cost_tasks, first_tasks
 from curvlab.studies.executor import Place, place_of, run
@@ -132,7 +133,7 @@ def run_comparison(
         _measure(settings, memory, place, retry, follow)
         return _comparison(settings, study, memory)
     with run_lock(output, "compare") as folder:
-        store = Store(folder, fresh=fresh)
+        store = Store(folder, fresh=fresh, check=row_problem)
         rows = _FolderRows(folder, settings, store, _study_row(settings, store))
         _measure(settings, rows, place, retry, follow)
         rows.begin()

@@ -166,6 +166,6 @@ def bytes_of(text: str | int) -> int:
         return text
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     unit = UNITS.get(match.group(2).upper()) if match else None
-    if match is None or unit is None:
-        raise SpecError(f"memory `{text}` is not a number of bytes; write e.g. 11GB or 16GiB")
+    if match is None or unit is None or float(match.group(1)) == 0:
+        raise SpecError(f"memory `{text}` is not a number of bytes above 0; write e.g. 11GB or 16GiB")
     return int(float(match.group(1)) * unit)

@@ -47,11 +47,11 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
             header = json.loads((file.metadata() or {}).get("curvlab", "{}"))
             # A copy lies aligned in memory, as the original did: the same bits come out of it.
             tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError, json.JSONDecodeError) as error:
+            tree: Any = _decode(header.get("tree"), tensors) if isinstance(header, dict) else None
+    except (OSError, SafetensorError, ValueError, RecursionError, KeyError, TypeError) as error:
         raise StoreError(f"cannot read the checkpoint {path}: {error}; start again with --fresh") from error
-    if header.get("format") != FORMAT:
+    if not isinstance(tree, dict) or header.get("format") != FORMAT:
         raise StoreError(f"{path} is not a checkpoint of curvlab ({FORMAT}); start again with --fresh")
-    tree: dict[str, Any] = _decode(header["tree"], tensors)
     return tree
 
 

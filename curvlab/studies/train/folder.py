@@ -78,7 +78,17 @@ class TrainFolder:
     def restore(self, run: Resumable) -> None:
         """Bring a run to where the folder's checkpoint left it, unless there is none or it begins anew."""
         if self.checkpoint.exists() and not self._fresh:
-            run.restore(read_checkpoint(self.checkpoint))
+            state = read_checkpoint(self.checkpoint)
+            try:
+                _check_state(state)
+                run.restore(state)
+            # Whatever part is missing or of another kind, the file is not what this plan has written.
+            except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+                raise StoreError(
+                    f"the checkpoint {self.checkpoint} does not fit its configuration "
+                    f"({type(error).__name__}: {str(error).partition(chr(10))[0]}); start again with "
+                    f"--fresh, which sets it aside"
+                ) from error
             self._publish(run)
 
     def save(self, run: Resumable) -> None:
@@ -160,6 +170,15 @@ class TrainFolder:
             )
 
 
+def _check_state(state: dict[str, Any]) -> None:
+    """Raise `ValueError` unless the position and the rows of a state are a run's."""
+    for name in ("epoch", "steps"):
+        if type(state[name]) is not int or state[name] < 0:
+            raise ValueError(f"its {name} is {state[name]!r}")
+    if not all(isinstance(row, dict) and {"key", "epoch", "status"} <= row.keys() for row in state["rows"]):
+        raise ValueError("its rows are not those of a run")
+
+
 def _has_content(path: Path) -> bool:
     return path.exists() and path.stat().st_size > 0
 
@@ -178,7 +197,7 @@ def frame_of(rows: list[dict[str, Any]]) -> pd.DataFrame:
 def _flat(fields: dict[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in fields.items():
-        if name == "optimizer":
+        if name == "optimizer" and isinstance(value, str):
             value = {"name": (spec := specs.parse(_spelt_out(value))).name, **spec.fields}
         flat |= {f"{name}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {name: value}
     return flat

@@ -239,6 +239,13 @@ class SGD(OptimizerSpec):
     weight_decay: float = 0.0
     nesterov: bool = False
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_fraction("momentum", self.momentum)
+        _check_decay(self.weight_decay)
+        if self.nesterov and not self.momentum:
+            raise SpecError("nesterov=true needs a momentum above 0, such as momentum=0.9")
+
     def build(
         self, model: nn.Module, criterion: Criterion, communicator: Communicator | None = None
     ) -> Stepper:
@@ -264,6 +271,14 @@ class Adam(OptimizerSpec):
     eps: float = 1e-8
     weight_decay: float = 0.0
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_fraction("beta1", self.beta1)
+        _check_fraction("beta2", self.beta2)
+        _check_decay(self.weight_decay)
+        if not 0 < self.eps < math.inf:
+            raise SpecError(f"eps={self.eps}: expected a finite number above 0, such as 1e-8")
+
     def build(
         self, model: nn.Module, criterion: Criterion, communicator: Communicator | None = None
     ) -> Stepper:
@@ -282,6 +297,12 @@ class LBFGS(OptimizerSpec):
     max_iter: int = 5
     history_size: int = 10
     line_search: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("max_iter", "history_size"):
+            if getattr(self, name) < 1:
+                raise SpecError(f"{name}={getattr(self, name)}: expected 1 or more")
 
     def build(
         self, model: nn.Module, criterion: Criterion, communicator: Communicator | None = None
@@ -469,6 +490,16 @@ def check_rate(lr: float) -> None:
     """
     if not 0 < lr < math.inf:
         raise SpecError(f"lr={lr}: a learning rate is a finite number above 0, such as 0.1")
+
+
+def _check_fraction(name: str, value: float) -> None:
+    if not 0 <= value < 1:
+        raise SpecError(f"{name}={value}: expected a number from 0 to below 1, such as 0.9")
+
+
+def _check_decay(value: float) -> None:
+    if not 0 <= value < math.inf:
+        raise SpecError(f"weight_decay={value}: expected a finite number of 0 or more, such as 1e-4")
 
 
 optimizers = OptimizerRegistry("optimizer")

@@ -50,6 +50,10 @@ class Cosine(Schedule):
     needs_total: ClassVar[bool] = True
     floor: float = 0.0
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.floor <= 1:
+            raise SpecError(f"floor={self.floor}: expected a number from 0 to 1, the factor at the end")
+
     def factor(self, epoch: float, epochs: int) -> float:
         return self.floor + (1 - self.floor) * (1 + cos(pi * epoch / epochs)) / 2
 
@@ -68,6 +72,8 @@ class Steps(Schedule):
     def __post_init__(self) -> None:
         if self.every < 1:
             raise SpecError(f"every={self.every}: expected 1 or more epochs")
+        if not 0 < self.gamma <= 1:
+            raise SpecError(f"gamma={self.gamma}: expected a number above 0, at most 1, such as 0.1")
 
     def factor(self, epoch: float, epochs: int) -> float:
         return float(self.gamma ** (int(epoch) // self.every))

@@ -1,0 +1,194 @@
+"""Threads that share a model, memory and file handles over many calls: nothing wrong, nothing that grows."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import curvlab
+from curvlab.optim import SecondOrder
+from curvlab.studies.compare.run import compare, load_comparison
+from curvlab.studies.store import Store
+from curvlab.studies.train.run import TrainPlan, train
+from tests.adversarial.outcomes import Judge
+from tests.adversarial.workshop import TINY
+
+THREADS, ROUNDS = 4, 6
+HANDLES = Path("/proc/self/fd")
+
+
+class Residual(nn.Module):
+    """No chain: its rows are recorded by hooks and modes, which threads could see of each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(5, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.a(x))
+        return self.c(h + torch.tanh(self.b(h)))
+
+
+def chain() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+
+
+def batch(seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(8, 5, generator=generator, dtype=torch.float64)
+    return inputs, torch.randint(3, (8,), generator=generator)
+
+
+def expected(model: nn.Module, seed: int) -> Tensor:
+    """The gradient by torch alone."""
+    inputs, targets = batch(seed)
+    loss = nn.functional.cross_entropy(model(inputs), targets)
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, [*model.parameters()])])
+
+
+def gradient(model: nn.Module, seed: int) -> Tensor:
+    found = curvlab.Problem(model, "cross-entropy", *batch(seed)).gradient()
+    return torch.cat([found[name].flatten() for name, _ in model.named_parameters()])
+
+
+def step(model: nn.Module, seed: int) -> Tensor:
+    problem = curvlab.Problem(model, "cross-entropy", *batch(seed))
+    solution = curvlab.solve("kfi", curvlab.estimate("fisher", problem), problem.gradient(), alpha=0.1)
+    return torch.cat([solution.direction[name].flatten() for name, _ in model.named_parameters()])
+
+
+def plain(model: nn.Module, seed: int) -> Tensor:
+    with torch.no_grad():
+        return model(batch(seed)[0]).flatten()
+
+
+WORK: dict[str, Callable[[nn.Module, int], Tensor]] = {
+    "gradient": gradient,
+    "step": step,
+    "plain call": plain,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [chain, Residual], ids=["chain", "graph"])
+def test_threads_that_share_a_model_get_what_one_thread_gets(
+    make: Callable[[], nn.Module], judge: Judge
+) -> None:
+    model = make().double()
+    alone = {(name, seed): work(model, seed) for name, work in WORK.items() for seed in range(THREADS)}
+    for seed in range(THREADS):
+        torch.testing.assert_close(alone["gradient", seed], expected(model, seed), rtol=1e-10, atol=1e-12)
+    begin = threading.Barrier(THREADS)
+
+    def run(seed: int) -> list[str]:
+        wrong = []
+        begin.wait()
+        for _ in range(ROUNDS):
+            for name, work in WORK.items():
+                try:
+                    if not torch.allclose(work(model, seed), alone[name, seed], rtol=1e-9, atol=1e-12):
+                        wrong.append("silent")
+                except Exception as error:
+                    wrong.append(f"traceback of {name}: {type(error).__name__}: {error}")
+        return wrong
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        wrong = [text for found in pool.map(run, range(THREADS)) for text in found]
+    judge("threads", wrong[0].partition(" ")[0] if wrong else "held", wrong[:3])
+
+
+def resident() -> int:
+    """Bytes that this process has in memory now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def operations() -> dict[str, Callable[[], Any]]:
+    """Everything that takes under 20 ms, on one problem that is kept."""
+    model = chain().double()
+    problem = curvlab.Problem(model, "cross-entropy", *batch(0))
+    fisher = curvlab.estimate("fisher", problem)
+    hessian = curvlab.estimate("hessian", problem)
+    slope = problem.gradient()
+    optimizer = SecondOrder(model, "cross-entropy", lr=1e-6)
+    alphas = iter(0.01 + index * 1e-7 for index in range(10**9))
+    found: dict[str, Callable[[], Any]] = {
+        "Problem": lambda: curvlab.Problem(model, "cross-entropy", *batch(0)),
+        "loss": problem.loss,
+        "gradient": problem.gradient,
+        "product": lambda: fisher @ slope,
+        "hessian product": lambda: hessian @ slope,
+        "to_dense": fisher.to_dense,
+        "trace": fisher.trace,
+        "diagonal": fisher.diagonal,
+        "step of the optimizer": lambda: optimizer.step(*batch(0)),
+    }
+    for provider in ("fisher", "fisher[kind=mc]", "gauss-newton", "pch-1"):
+        found[f"estimate {provider}"] = lambda provider=provider: curvlab.estimate(provider, problem)
+    for solver in ("kfi", "sm-kfi", "cg", "ea-cg", "exact"):
+        found[f"solve {solver}, a new alpha each time"] = lambda solver=solver: curvlab.solve(
+            solver, curvlab.estimate("fisher", problem), problem.gradient(), alpha=next(alphas)
+        )
+    return found
+
+
+def growth(call: Callable[[], Any], calls: int) -> int:
+    """Bytes by which the process has grown over the second half of the calls."""
+    for _ in range(calls // 2):
+        call()
+    gc.collect()
+    before = resident()
+    for _ in range(calls - calls // 2):
+        call()
+    gc.collect()
+    return resident() - before
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not HANDLES.exists(), reason="needs Linux's /proc")
+@pytest.mark.parametrize("name", operations())
+def test_memory_is_flat_over_two_thousand_calls(name: str, judge: Judge) -> None:
+    model_calls = operations()[name]
+    grown = growth(model_calls, 2000)
+    judge("operations 2,000 times", "held" if grown < 4 << 20 else "hang", f"{grown:,} bytes in 1,000 calls")
+
+
+def studies(folder: Path) -> dict[str, Callable[[], Any]]:
+    return {
+        "compare": lambda: compare(TINY, ["fisher"], ["kfi"], repetitions=1, output=folder / "c", fresh=True),
+        "load": lambda: load_comparison(folder / "c"),
+        "train": lambda: train(TrainPlan(TINY, epochs=1), folder / "t", fresh=True),
+        "store": lambda: Store(folder / "c").rows(),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HANDLES.exists(), reason="needs Linux's /proc")
+def test_studies_leave_no_file_open(tmp_path: Path, judge: Judge) -> None:
+    for call in studies(tmp_path).values():
+        call()
+    gc.collect()
+    before = len(os.listdir(HANDLES))
+    for call in studies(tmp_path).values():
+        call()
+    gc.collect()
+    opened = len(os.listdir(HANDLES)) - before
+    judge("file handles", "held" if opened <= 0 else "hang", f"{opened} more files are open")
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not HANDLES.exists(), reason="needs Linux's /proc")
+def test_memory_and_file_handles_are_flat_over_twenty_studies(tmp_path: Path, judge: Judge) -> None:
+    for name, call in studies(tmp_path).items():
+        grown = growth(call, 20)
+        judge(
+            "studies 20 times", "held" if grown < 8 << 20 else "hang", f"{name}: {grown:,} bytes in 10 runs"
+        )
