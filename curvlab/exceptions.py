@@ -16,6 +16,7 @@ __all__ = [
     "ExecutorError",
     "FileWriteError",
     "FolderInUseError",
+    "IndefiniteError",
     "MatrixFreeError",
     "NoRowsError",
     "PairError",
@@ -61,6 +62,10 @@ class MatrixFreeError(CurvlabError, TypeError):
 
 class SolveError(CurvlabError, RuntimeError):
     """A linear solve that failed: names the layer, the reason and the advice."""
+
+
+class IndefiniteError(CurvlabError, ValueError):
+    """A matrix that must be positive definite and is not: gives its smallest eigenvalue, and what to do."""
 
 
 class StaleError(CurvlabError, RuntimeError):
