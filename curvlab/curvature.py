@@ -200,11 +200,17 @@ class Curvature:
     def rows_product(self, rows: Tensor) -> Tensor:
         """C x for each row x, (r, n): several in one batched pass where the curvature's products allow it."""
         if self.products_at_once > 1 and len(rows) > 1:
-            batched = torch.vmap(self.flat_product)
+            batched = self._batched_product
             # What torch cannot batch is done by the loop below, which also raises errors of any other reason.
             with suppress(RuntimeError):
                 return torch.cat([batched(part) for part in rows.split(self.products_at_once)])
         return torch.stack([self.flat_product(row) for row in rows])
+
+    @cached_property
+    def _batched_product(self) -> Callable[[Tensor], Tensor]:
+        """The product under vmap; one is taken before, since what it keeps cannot be made in there."""
+        self.flat_product(next(iter(self._blocks.values())).example.new_zeros(self.numel))
+        return torch.vmap(self.flat_product)
 
     @property
     def matrix(self) -> SymmetricMatrix:

@@ -18,6 +18,8 @@ from curvlab.problem import Problem
 
 __all__ = ["curvature_from"]
 
+ROWS_AT_ONCE = 256  # vectors that a matrix is multiplied with in one pass
+
 
 def curvature_from(
     operator: Any,
@@ -64,6 +66,7 @@ def curvature_from(
         Definiteness(False, "not known of an operator from elsewhere"),
         full_product=full_product,
         structure="full",
+        products_at_once=ROWS_AT_ONCE if isinstance(operator, Tensor) else 1,
     )
 
 

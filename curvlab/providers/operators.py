@@ -31,14 +31,13 @@ Which = Literal["hessian", "gauss_newton"]
 # How many products share a batched pass: 10 × faster on small networks, up to 2 × on larger ones, for as much
 # more memory as the graph has entries.
 MOST_AT_ONCE = 16
-AT_ONCE_OF_STREAMS = 8
 ENTRIES_AT_ONCE = 2**23
 
 
 def products_at_once(problem: Problem) -> int:
-    """How many vectors a batched pass over the problem's data may take."""
+    """How many vectors a batched pass over the problem's data may take; a stream runs the model for each."""
     if problem.streamed:
-        return AT_ONCE_OF_STREAMS
+        return 1
     recording = problem.recording()
     if isinstance(recording, ChainRecording):
         entries = sum(z.numel() for z in recording.preactivations)
@@ -79,12 +78,16 @@ class ModelOperator:
         sums: dict[str, Tensor] = {}
         weights = []
         for batch in self._batches():
-            found = batch.hessian(vectors) if self.which == "hessian" else batch.gauss_newton(vectors)
+            found = self._of_batch(batch, vectors)
             # Not in place: under vmap the values are batches.
             sums = found if not sums else {name: sums[name] + value for name, value in found.items()}
             weights.append(batch.total_weight)
         total = torch.stack(weights).sum()
         return {name: value / total for name, value in sums.items()}
+
+    def _of_batch(self, batch: BatchProducts, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The product with one batch's sum."""
+        return batch.hessian(vectors) if self.which == "hessian" else batch.gauss_newton(vectors)
 
     def full_product(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """All blocks at once, cross blocks included."""
