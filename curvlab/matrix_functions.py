@@ -28,12 +28,13 @@ from curvlab.linalg.estimators import (
     estimate_diagonal,
     estimate_frobenius_norm,
     estimate_trace,
+    gaussian_rows,
     mean_with_error,
     random_signs,
 )
 from curvlab.linalg.flat import flatten, unflatten
 from curvlab.linalg.inverse import NotPositiveDefiniteError
-from curvlab.linalg.krylov import eigenpairs, function_times, gaussian_rows, lanczos, quadrature
+from curvlab.linalg.krylov import eigenpairs, function_times, lanczos, quadrature
 
 __all__ = [
     "Damping",
@@ -44,9 +45,11 @@ __all__ = [
     "log_determinant",
     "matrix_inverse",
     "matrix_power",
+    "runs_at_once",
 ]
 
 LANCZOS_BYTES = 2 * 1024**3
+SIDE_BY_SIDE_BYTES = 256 * 1024**2
 MOST_STEPS = 400
 MOST_ITERATIONS = 2000
 LOGDET_PROBES, LOGDET_STEPS = 20, 80
@@ -291,17 +294,23 @@ def log_determinant(
         return value if probes is None else Estimate(float(value), 0.0, 0)
     count = LOGDET_PROBES if probes is None else probes
     totals = []
-    keep = matrix.size * steps * matrix.like.element_size() <= LANCZOS_BYTES
-    for row in random_signs(count, matrix.size, matrix.like, seed):
-        nodes, weights = quadrature(lanczos(damped.product, row[None], steps, keep=keep))
+    runs, keep = runs_at_once(matrix, steps)
+    for part in random_signs(count, matrix.size, matrix.like, seed).split(runs):
+        nodes, weights = quadrature(lanczos(damped.product, part, steps, keep=keep))
         # A run that ended early has zeros behind it, which have no weight.
         counted = weights > torch.finfo(weights.dtype).eps ** 2
         if bool((nodes[counted] <= 0).any()):
             raise damped.refusal("a log-determinant")
         logs = torch.where(counted, nodes, 1).log()
-        totals.append(matrix.size * (weights * logs).sum())
-    mean, error = mean_with_error(torch.stack(totals))
+        totals.append(matrix.size * (weights * logs).sum(1))
+    mean, error = mean_with_error(torch.cat(totals))
     return Estimate(float(mean), float(error), count)
+
+
+def runs_at_once(matrix: SymmetricMatrix, steps: int) -> tuple[int, bool]:
+    """How many runs of Lanczos go side by side, and whether each can keep its vectors."""
+    bytes_of_run = matrix.size * min(steps, matrix.size) * matrix.like.element_size()
+    return max(1, SIDE_BY_SIDE_BYTES // bytes_of_run), bytes_of_run <= LANCZOS_BYTES
 
 
 def draw_samples(matrix: SymmetricMatrix, count: int, damping: object, seed: int) -> dict[str, Tensor]:

@@ -73,6 +73,7 @@ def assert_covered(errors: np.ndarray, bars: np.ndarray) -> None:
     assert 0.75 <= ratio <= 1.35, f"errors are {ratio:.2f} times their bars"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("estimator", PROBES)
 @pytest.mark.parametrize("measure", ["trace", "frobenius_norm"])
@@ -98,7 +99,7 @@ def test_every_entry_of_the_diagonal_lies_within_its_error_bar(estimator: str) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["fully connected"])
 def test_a_log_determinant_lies_within_its_error_bar(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _, dense = whole_hessian(name)
     monkeypatch.setattr(curvlab.curvature, "DENSE_OPERATOR_UP_TO", 0)
@@ -106,7 +107,7 @@ def test_a_log_determinant_lies_within_its_error_bar(name: str, monkeypatch: pyt
     values = np.linalg.eigvalsh(dense.numpy())
     tau = 0.2 - values[0]
     true = np.log(values + tau).sum()
-    found = [curvature.logdet(damping=Additive(tau), probes=12, steps=40, seed=seed) for seed in range(SEEDS)]
+    found = [curvature.logdet(damping=Additive(tau), probes=12, steps=20, seed=seed) for seed in range(SEEDS)]
     errors = np.array([float(one) - true for one in found])
     assert_covered(errors, np.array([one.standard_error for one in found]))
 
@@ -176,6 +177,7 @@ def bulk_distance(density: curvlab.Density, values: np.ndarray) -> tuple[int, fl
     return count, distance / bulk.std()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_a_density_has_the_outliers_and_the_bulk_of_the_spectrum(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -184,7 +186,7 @@ def test_a_density_has_the_outliers_and_the_bulk_of_the_spectrum(
     monkeypatch.setattr(curvlab.curvature, "DENSE_OPERATOR_UP_TO", 0)
     curvature = curvlab.curvature_from(dense)
     values = np.linalg.eigvalsh(dense.numpy())
-    for seed in range(3):
+    for seed in range(2):
         found = curvlab.density(curvature, seed=seed)
         count, distance = bulk_distance(found, values)
         assert len(found.outliers) >= 2

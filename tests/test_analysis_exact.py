@@ -64,7 +64,7 @@ def random_vectors(curvature: curvlab.Curvature) -> dict[str, Tensor]:
 
 
 def forbid_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name in ((krylov, "gaussian_rows"), (estimators, "random_signs")):
+    for module, name in ((krylov, "lanczos"), (estimators, "random_signs")):
         monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("something was estimated"))
 
 

@@ -28,8 +28,9 @@ from curvlab.analysis.spectrum import curvature_of
 from curvlab.curvature import Curvature
 from curvlab.exceptions import SpecError
 from curvlab.linalg.eigenbases import Eigenbasis
-from curvlab.linalg.krylov import eigenpairs, gaussian_rows, lanczos, quadrature
-from curvlab.matrix_functions import LANCZOS_BYTES, SymmetricMatrix
+from curvlab.linalg.estimators import gaussian_rows
+from curvlab.linalg.krylov import eigenpairs, lanczos, quadrature
+from curvlab.matrix_functions import SymmetricMatrix, runs_at_once
 from curvlab.problem import Problem
 
 if TYPE_CHECKING:
@@ -44,7 +45,6 @@ DEFLATION_PRODUCTS = 300
 DEFLATION_TOL = 1e-6
 POINTS = 1000
 NARROW = 250  # the Gaussian's standard deviation is this part of the whole range
-AT_ONCE_BYTES = 256 * 1024**2
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,9 +195,7 @@ def _estimated(matrix: SymmetricMatrix, probes: int, steps: int, seed: int) -> t
         return outside(matrix.product(outside(rows)))
 
     starts = outside(gaussian_rows(probes, size, like, seed + 1))
-    bytes_of_run = size * min(steps, size) * like.element_size()
-    keep = bytes_of_run <= LANCZOS_BYTES
-    runs = max(1, AT_ONCE_BYTES // bytes_of_run)
+    runs, keep = runs_at_once(matrix, steps)
     pairs = [
         quadrature(lanczos(product, part, min(steps, size - count), keep=keep)) for part in starts.split(runs)
     ]

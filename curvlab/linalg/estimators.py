@@ -1,17 +1,23 @@
 """Trace, diagonal and Frobenius norm of a symmetric matrix from a few products, with standard errors.
 
-With random signs z (E[zzᵀ] = I):
+With random vectors z, E[zzᵀ] = I (signs for the first two, normal numbers for the norm):
 
     tr M = E[zᵀ M z]        diag M = E[z ∘ Mz]        ‖A‖_F² = tr A² = E[‖Az‖²]
 
-- Hutchinson: the mean over the probes, with the standard error of that mean.
+- Hutchinson: the mean over the probes.
 - Hutch++ (Meyer, Musco, Musco, Woodruff 2021): a quarter of the probes S finds Q = orth(AS), where most of
   the matrix lies. On Q, for another quarter, everything is exact; the rest estimates what is orthogonal to it
   (the paper takes thirds; half of them for the random part make its error bar a better one):
 
     tr M = tr(QᵀMQ) + E[zᵀ(I - QQᵀ) M (I - QQᵀ)z]
 
-A standard error is that of the mean of the random part, s/√r, and never below the rounding of its dtype.
+Where few eigenvalues dominate, the spread of a dozen values zᵀMz is a poor guide to their variance: one that
+missed them all would look sure of itself. The variances are therefore estimated from what else is known:
+
+    signs     Var(zᵀMz) = 2 Σ_{i≠j} M_ij² = 2 Σ_i Var((z ∘ Mz)_i)
+    normal    Var(zᵀA²z) = 2 ‖A²‖_F² = 2 E[((Az)·(Az'))²]      over pairs of probes z ≠ z'
+
+both without bias. No standard error is below the rounding of its dtype.
 """
 
 from __future__ import annotations
@@ -30,6 +36,7 @@ __all__ = [
     "estimate_diagonal",
     "estimate_frobenius_norm",
     "estimate_trace",
+    "gaussian_rows",
     "mean_with_error",
     "random_signs",
 ]
@@ -79,6 +86,16 @@ def random_signs(count: int, size: int, like: Tensor, seed: int) -> Tensor:
     return (2 * bits - 1).to(like)
 
 
+def gaussian_rows(count: int, size: int, like: Tensor, seed: int) -> Tensor:
+    """Standard normal numbers, (count, size): the same on every device and in every dtype.
+
+    >>> gaussian_rows(2, 3, torch.empty(0), seed=0).shape
+    torch.Size([2, 3])
+    """
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, size, generator=generator, dtype=torch.float64).to(like)
+
+
 def mean_with_error(values: Tensor) -> tuple[Tensor, Tensor]:
     """The mean over the first dimension and its standard error, not below rounding.
 
@@ -122,29 +139,37 @@ def estimate_trace(
     """
     if estimator == "hutchinson":
         signs = random_signs(probes, size, like, seed)
-        mean, error = mean_with_error((signs * product(signs)).sum(1))
-        return Estimate(float(mean), float(error), probes)
-    known = _Deflation.of(product, size, probes, like, seed)
-    rest = known.outside(random_signs(known.left, size, like, seed + 1))
-    mean, error = mean_with_error((rest * product(rest)).sum(1))
-    total = float((known.basis * known.images).sum()) + float(mean)
-    return Estimate(total, max(float(error), _rounding(like, total)), probes)
+        known, entries = 0.0, signs * product(signs)
+    else:
+        inside = _Deflation.of(product, size, probes, like, seed)
+        known = float((inside.basis * inside.images).sum())
+        signs = random_signs(inside.left, size, like, seed + 1)
+        entries = signs * inside.outside(product(inside.outside(signs)))
+    value = known + float(entries.sum(1).mean())
+    error = sqrt(2 * float(entries.var(0).sum()) / len(entries))
+    return Estimate(value, max(error, _rounding(like, value)), probes)
 
 
 def estimate_frobenius_norm(
     product: Product, size: int, *, like: Tensor, probes: int, estimator: Estimator, seed: int
 ) -> Estimate:
     """‖A‖_F, from `probes` products in all; the error of a root is that of its square over twice the root."""
-    exact = 0.0
     if estimator == "hutchinson":
-        images = product(random_signs(probes, size, like, seed))
+        known, images = 0.0, product(gaussian_rows(probes, size, like, seed))
     else:
-        known = _Deflation.of(product, size, probes, like, seed)
-        exact = float(known.images.square().sum())
-        images = product(known.outside(random_signs(known.left, size, like, seed + 1)))
-    mean, error = mean_with_error(images.square().sum(1))
-    root = sqrt(exact + float(mean))
-    return Estimate(root, max(float(error) / (2 * root) if root else 0.0, _rounding(like, root)), probes)
+        inside = _Deflation.of(product, size, probes, like, seed)
+        known = float(inside.images.square().sum())
+        images = product(inside.outside(gaussian_rows(inside.left, size, like, seed + 1)))
+    inner = images @ images.T
+    count = len(images)
+    root = sqrt(known + float(inner.trace()) / count)
+    pairs = float((inner.square().sum() - inner.diagonal().square().sum()).clamp(min=0)) / (
+        count * (count - 1)
+    )
+    # The variance is itself from few values: wider by as much as Student's t is than the normal.
+    widened = 2 * pairs / count * (count - 1) / (count - 3)
+    error = sqrt(widened) / (2 * root) if root else 0.0
+    return Estimate(root, max(error, _rounding(like, root)), probes)
 
 
 def estimate_diagonal(

@@ -22,28 +22,18 @@ import torch
 from torch import Tensor
 
 from curvlab.linalg.eigenbases import Which
+from curvlab.linalg.estimators import gaussian_rows
 
 __all__ = [
     "Eigenpairs",
     "Tridiagonal",
     "eigenpairs",
     "function_times",
-    "gaussian_rows",
     "lanczos",
     "quadrature",
 ]
 
 RowProduct = Callable[[Tensor], Tensor]
-
-
-def gaussian_rows(count: int, size: int, like: Tensor, seed: int) -> Tensor:
-    """Standard normal numbers, (count, size): the same on every device and in every dtype.
-
-    >>> gaussian_rows(2, 3, torch.empty(0), seed=0).shape
-    torch.Size([2, 3])
-    """
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(count, size, generator=generator, dtype=torch.float64).to(like)
 
 
 @dataclass(frozen=True, eq=False)
