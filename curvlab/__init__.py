@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from curvlab.studies.small.bounds import bounds
     from curvlab.studies.small.errors import errors
     from curvlab.studies.small.plan import plan
+    from curvlab.studies.small.tracker import Tracker
 
 __all__ = [
     "Additive",
@@ -53,6 +54,7 @@ __all__ = [
     "Spectrum",
     "StaleWarning",
     "Status",
+    "Tracker",
     "bounds",
     "compare",
     "curvature_from",
@@ -89,6 +91,7 @@ _MODULES = {
     "Spectrum": "curvlab.analysis.spectrum",
     "StaleWarning": "curvlab.curvature",
     "Status": "curvlab.solvers",
+    "Tracker": "curvlab.studies.small.tracker",
     "bounds": "curvlab.studies.small.bounds",
     "compare": "curvlab.studies.compare.run",
     "curvature_from": "curvlab.analysis.foreign",
