@@ -145,7 +145,7 @@ def similarity(a: Curvature, b: Curvature, *, k: int = 10, probes: int = 30, see
             f"similarity: `{unlike[0]}` is not a parameter of the same shape in both. Take .select([…]) of "
             f"each with the names that they share"
         )
-    pairs = {name: _compare_blocks(x, y, probes, seed) for name, (x, y) in blocks.items() if y is not None}
+    pairs = {name: _compare_blocks(a.select([name]), b.select([name]), probes, seed) for name in blocks}
     whole = _compare_whole(a, b, _known_products(a, b), probes, seed)
     tops = [spectrum(one, min(k, a.numel), which="magnitude", tol=1e-6).vectors for one in (a, b)]
     count = min(len(tops[0]), len(tops[1]))
@@ -173,15 +173,11 @@ def _known_products(a: Curvature, b: Curvature) -> list[tuple[Tensor, Tensor, Te
     return found
 
 
-def _compare_blocks(x: Block, y: Block, probes: int, seed: int) -> _Pair:
-    products = _inner_products(x, y)
-    if products is not None:
-        return _exact_pair(*(float(one) for one in products))
-    size = x.numel
-    signs = random_signs(probes, size, x.example, seed)
-    left = torch.stack([x.matmul(row.reshape(x.shape)).flatten() for row in signs])
-    right = torch.stack([y.matmul(row.reshape(y.shape)).flatten() for row in signs])
-    return _estimated_pair(left, right)
+def _compare_blocks(a: Curvature, b: Curvature, probes: int, seed: int) -> _Pair:
+    """The one block of each."""
+    ((x,), (y,)) = (one.blocks.values() for one in (a, b))
+    found = _inner_products(x, y)
+    return _compare_whole(a, b, None if found is None else [found], probes, seed)
 
 
 def _compare_whole(
@@ -194,10 +190,18 @@ def _compare_whole(
     if known is not None:
         return _exact_pair(*(float(torch.stack(one).sum()) for one in zip(*known, strict=True)))
     if a.numel <= DENSE_UP_TO:
-        x, y = a.to_dense(), b.to_dense()
+        x, y = _dense(a), _dense(b)
         return _exact_pair(float((x * x).sum()), float((x * y).sum()), float((y * y).sum()))
     signs = random_signs(probes, a.numel, a.matrix.like, seed)
     return _estimated_pair(a.rows_product(signs), b.rows_product(signs))
+
+
+def _dense(curvature: Curvature) -> Tensor:
+    """The matrix, from products that are taken several at once where that is possible."""
+    like = curvature.matrix.like
+    if not curvature.matrix_free:
+        return curvature.to_dense()
+    return curvature.rows_product(torch.eye(curvature.numel, dtype=like.dtype, device=like.device))
 
 
 def _exact_pair(aa: float, ab: float, bb: float) -> _Pair:
@@ -233,13 +237,8 @@ def _estimated_pair(left: Tensor, right: Tensor) -> _Pair:
 def _inner_products(x: Block, y: Block) -> tuple[Tensor, Tensor, Tensor] | None:
     """⟨x,x⟩, ⟨x,y⟩ and ⟨y,y⟩ where they are known exactly."""
     found = [_inner_product(*pair) for pair in ((x, x), (x, y), (y, y))]
-    if any(one is None for one in found):
-        if x.numel > DENSE_UP_TO:
-            return None
-        left, right = x.to_dense(), y.to_dense()
-        return (left * left).sum(), (left * right).sum(), (right * right).sum()
-    xx, xy, yy = (one for one in found if one is not None)
-    return xx, xy, yy
+    known = [one for one in found if one is not None]
+    return (known[0], known[1], known[2]) if len(known) == 3 else None
 
 
 def _inner_product(x: Block, y: Block) -> Tensor | None:
