@@ -1,4 +1,4 @@
-"""Spectra: the five largest eigenvalues, a density and a trace of the whole Hessian, and a Kronecker density."""
+"""Spectra: the five largest eigenvalues, densities and the trace of whole Hessians, and Kronecker densities."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from curvlab.analysis.landscape import Landscape, landscape
     from curvlab.analysis.similarity import Similarity, similarity
     from curvlab.analysis.spectrum import Spectrum, spectrum
+    from curvlab.batches import keep_batches
     from curvlab.curvature import Curvature, Definiteness, LayerCurvature, StaleWarning
     from curvlab.gradient import Gradient
     from curvlab.linalg.estimators import Estimate
@@ -62,6 +63,7 @@ __all__ = [
     "errors",
     "estimate",
     "exceptions",
+    "keep_batches",
     "landscape",
     "load_comparison",
     "optim",
@@ -99,6 +101,7 @@ _MODULES = {
     "errors": "curvlab.studies.small.errors",
     "estimate": "curvlab.providers",
     "landscape": "curvlab.analysis.landscape",
+    "keep_batches": "curvlab.batches",
     "load_comparison": "curvlab.studies.compare.folder",
     "plan": "curvlab.studies.small.plan",
     "similarity": "curvlab.analysis.similarity",

@@ -24,7 +24,14 @@ from torch import Tensor
 
 from curvlab.curvature_io import Packed, load_packed, save_packed
 from curvlab.curvature_layers import LayerCurvature, OperatorLayer, unpack_layer
-from curvlab.exceptions import ArgumentError, MatrixFreeError, StaleError, describe_argument
+from curvlab.exceptions import (
+    ArgumentError,
+    MatrixFreeError,
+    StaleError,
+    describe_argument,
+    named_briefly,
+    stacklevel_of_caller,
+)
 from curvlab.layer_algebra import add_layers, scale_layer, select_layer
 from curvlab.linalg import Block, DiagonalFactor, FactorBlock, KroneckerBlock, ShiftedBlock, ViewedBlock
 from curvlab.linalg.blocks import DENSE_BYTES, check_dense_bytes
@@ -32,6 +39,7 @@ from curvlab.linalg.eigenbases import DENSE_OPERATOR_UP_TO, Eigenbasis
 from curvlab.linalg.estimators import Estimate, Estimator, estimate_trace
 from curvlab.linalg.factors import frobenius_norm
 from curvlab.linalg.flat import flatten, unflatten
+from curvlab.linalg.precision import FullPrecision
 from curvlab.matrix_functions import (
     LOGDET_STEPS,
     Damping,
@@ -78,13 +86,14 @@ class Definiteness:
 
 
 @dataclass(frozen=True, eq=False)
-class Curvature:
+class Curvature(FullPrecision):
     """A symmetric matrix over the parameters of a model, block by block.
 
     `layers` and `full_product` are of the data part; `shift` is λ of λI, which every product and measure of
     the curvature includes. `structure` names the matrix: `kronecker`, `diagonal`, `block` (block diagonal by
     parameter) or `full` (with its cross-layer blocks). `products_at_once` is how many products may be taken
-    in one batched pass.
+    in one batched pass. `left_out` are the trainable parameters that have no block, by the
+    user's choice of layers, with their shapes.
 
     >>> import curvlab
     >>> from torch import nn
@@ -106,6 +115,7 @@ class Curvature:
     live: bool = False
     shift: float = 0.0
     structure: str = "kronecker"
+    left_out: Mapping[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
     products_at_once: int = field(default=1, repr=False)
 
     @property
@@ -161,7 +171,7 @@ class Curvature:
             again = "and its blocks read them: call estimate() again"
             raise StaleError(change_message(changed, since, again))
         old = "and its blocks are those of the old parameters"
-        warnings.warn(change_message(changed, since, old), StaleWarning, stacklevel=4)
+        warnings.warn(change_message(changed, since, old), StaleWarning, stacklevel=stacklevel_of_caller())
 
     def __matmul__(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if not isinstance(vectors, Mapping):
@@ -470,6 +480,7 @@ class Curvature:
             "notes": list(self.notes),
             "shift": self.shift,
             "structure": self.structure,
+            "left_out": {name: list(shape) for name, shape in self.left_out.items()},
             "layers": [layer.header() for layer in self.layers],
         }
         return Packed(header, tensors)
@@ -492,6 +503,7 @@ class Curvature:
             tuple(header["notes"]),
             shift=header.get("shift", 0.0),
             structure=header.get("structure", "kronecker"),
+            left_out={name: tuple(shape) for name, shape in header.get("left_out", {}).items()},
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -512,10 +524,12 @@ class Curvature:
 
         Above 1,000 parameters the trace of a matrix-free block is an estimate from a few products, with its
         standard error in `trace_error` (0 where the trace is exact). `structure` is that of the matrix.
+        Trainable parameters that have no block follow, with the form `no block`.
         """
         import pandas as pd
 
-        return pd.DataFrame([self._row(name, block) for name, block in self.blocks.items()])
+        rows = [self._row(name, block) for name, block in self.blocks.items()]
+        return pd.DataFrame([*rows, *(_row_without_block(*entry) for entry in self.left_out.items())])
 
     def _row(self, name: str, block: Block) -> dict[str, object]:
         closed = _closed_form(block)
@@ -537,10 +551,11 @@ class Curvature:
 
     def __repr__(self) -> str:
         kind = "exact" if self.exact else "approximate"
+        rest = f", no block for {named_briefly(list(self.left_out))}" if self.left_out else ""
         return (
             f"Curvature({self.provider}, criterion={self.criterion}, "
             f"{STRUCTURES.get(self.structure, self.structure)}, {len(self._blocks)} blocks, "
-            f"{self.numel:,} parameters, {kind}, {self.definiteness}, {self.nbytes:,} bytes)"
+            f"{self.numel:,} parameters{rest}, {kind}, {self.definiteness}, {self.nbytes:,} bytes)"
         )
 
     def _repr_html_(self) -> str:
@@ -572,6 +587,12 @@ def _block_trace(block: Block) -> Estimate:
 
     given = {"like": block.example, "probes": FRAME_PROBES, "seed": 0}
     return estimate_trace(product, block.numel, estimator="hutchinson", **given)  # type: ignore[arg-type]
+
+
+def _row_without_block(name: str, shape: tuple[int, ...]) -> dict[str, object]:
+    measured = ("trace", "trace_error", "frobenius_norm", "smallest_eigenvalue", "largest_eigenvalue")
+    unknown: dict[str, object] = dict.fromkeys(measured, nan)
+    return {"block": name, "shape": "×".join(map(str, shape)), "form": "no block", **unknown, "bytes": 0}
 
 
 def _extremes(block: Block) -> tuple[float, float]:

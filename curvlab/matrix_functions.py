@@ -35,6 +35,7 @@ from curvlab.linalg.estimators import (
 from curvlab.linalg.flat import flatten, unflatten
 from curvlab.linalg.inverse import NotPositiveDefiniteError
 from curvlab.linalg.krylov import eigenpairs, function_times, lanczos, quadrature
+from curvlab.linalg.precision import FullPrecision
 
 __all__ = [
     "Damping",
@@ -192,7 +193,7 @@ def _positive_power(exponent: float) -> Callable[[Tensor], Tensor]:
 
 
 @dataclass(frozen=True, eq=False)
-class MatrixFunction:
+class MatrixFunction(FullPrecision):
     """Dᵖ as a matrix of its own: `@` takes and gives mappings of parameter names to tensors.
 
     >>> import curvlab

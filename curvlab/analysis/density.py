@@ -30,6 +30,7 @@ from curvlab.exceptions import SpecError
 from curvlab.linalg.eigenbases import Eigenbasis
 from curvlab.linalg.estimators import gaussian_rows
 from curvlab.linalg.krylov import eigenpairs, lanczos, quadrature
+from curvlab.linalg.precision import full_precision
 from curvlab.matrix_functions import SymmetricMatrix, runs_at_once
 from curvlab.problem import Problem
 
@@ -111,6 +112,7 @@ class Density:
         )
 
 
+@full_precision
 def density(
     curvature: Curvature | Problem,
     probes: int = 10,

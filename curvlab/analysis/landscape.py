@@ -21,6 +21,7 @@ from torch import Tensor
 
 from curvlab.analysis.figures import axes_for
 from curvlab.exceptions import ArgumentError, SpecError, describe_argument
+from curvlab.linalg.precision import full_precision
 from curvlab.model.terms import AllWeightsZeroError, LossTerms
 from curvlab.problem import Problem
 from curvlab.providers.estimate import estimate
@@ -83,6 +84,7 @@ class Landscape:
         return f"Landscape({shape} points, loss from {float(low):.4g} to {float(high):.4g})"
 
 
+@full_precision
 def landscape(
     problem: Problem,
     directions: Direction | Sequence[Direction],

@@ -27,6 +27,7 @@ from curvlab.linalg import Block, DiagonalFactor, FactorBlock, KroneckerBlock, V
 from curvlab.linalg.blocks import ShiftedBlock
 from curvlab.linalg.estimators import Estimate, random_signs
 from curvlab.linalg.factors import inner_product
+from curvlab.linalg.precision import full_precision
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -110,6 +111,7 @@ class Similarity:
         return self.frame().to_html(index=False)
 
 
+@full_precision
 def similarity(a: Curvature, b: Curvature, *, k: int = 10, probes: int = 30, seed: int = 0) -> Similarity:
     """How near the curvature `a` is to `b`, as a whole and by parameter.
 

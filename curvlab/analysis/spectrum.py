@@ -21,6 +21,7 @@ from curvlab.curvature import Curvature
 from curvlab.exceptions import ArgumentError, SpecError, describe_argument
 from curvlab.linalg.eigenbases import Which
 from curvlab.linalg.krylov import eigenpairs
+from curvlab.linalg.precision import full_precision
 from curvlab.matrix_functions import SymmetricMatrix
 from curvlab.problem import Problem
 from curvlab.providers.estimate import estimate
@@ -173,6 +174,7 @@ def spectrum(
     max_products: int | None = ...,
     seed: int = ...,
 ) -> LayerSpectra: ...
+@full_precision
 def spectrum(
     curvature: Curvature | Problem,
     k: int = 20,
