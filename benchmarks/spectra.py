@@ -1,4 +1,4 @@
-"""Spectra: the five largest eigenvalues, densities and the trace of whole Hessians, and Kronecker densities."""
+"""Spectra: the five largest eigenvalues, densities and traces of whole Hessians, and Kronecker densities."""
 
 from __future__ import annotations
 
