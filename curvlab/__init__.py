@@ -17,9 +17,15 @@ from curvlab.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from curvlab import exceptions, optim, providers, solvers
+    from curvlab.analysis.density import Density, density
+    from curvlab.analysis.foreign import curvature_from
+    from curvlab.analysis.landscape import Landscape, landscape
+    from curvlab.analysis.similarity import Similarity, similarity
+    from curvlab.analysis.spectrum import Spectrum, spectrum
     from curvlab.batches import keep_batches
     from curvlab.curvature import Curvature, Definiteness, LayerCurvature, StaleWarning
     from curvlab.gradient import Gradient
+    from curvlab.linalg.estimators import Estimate
     from curvlab.problem import Problem
     from curvlab.providers.estimate import estimate
     from curvlab.solvers import Additive, Mixed, Solution, Status
@@ -30,31 +36,43 @@ if TYPE_CHECKING:
     from curvlab.studies.small.bounds import bounds
     from curvlab.studies.small.errors import errors
     from curvlab.studies.small.plan import plan
+    from curvlab.studies.small.tracker import Tracker
 
 __all__ = [
     "Additive",
     "Comparison",
     "Curvature",
     "Definiteness",
+    "Density",
+    "Estimate",
     "Gradient",
+    "Landscape",
     "LayerCurvature",
     "Mixed",
     "Problem",
+    "Similarity",
     "Solution",
+    "Spectrum",
     "StaleWarning",
     "Status",
+    "Tracker",
     "bounds",
     "compare",
+    "curvature_from",
+    "density",
     "errors",
     "estimate",
     "exceptions",
     "keep_batches",
+    "landscape",
     "load_comparison",
     "optim",
     "plan",
     "providers",
+    "similarity",
     "solve",
     "solvers",
+    "spectrum",
 ]
 
 # The module that each public name is from; a name that is not here is a package of curvlab itself.
@@ -63,21 +81,32 @@ _MODULES = {
     "Comparison": "curvlab.studies.compare.frames",
     "Curvature": "curvlab.curvature",
     "Definiteness": "curvlab.curvature",
+    "Density": "curvlab.analysis.density",
+    "Estimate": "curvlab.linalg.estimators",
     "Gradient": "curvlab.gradient",
+    "Landscape": "curvlab.analysis.landscape",
     "LayerCurvature": "curvlab.curvature",
     "Mixed": "curvlab.solvers",
     "Problem": "curvlab.problem",
+    "Similarity": "curvlab.analysis.similarity",
     "Solution": "curvlab.solvers",
+    "Spectrum": "curvlab.analysis.spectrum",
     "StaleWarning": "curvlab.curvature",
     "Status": "curvlab.solvers",
+    "Tracker": "curvlab.studies.small.tracker",
     "bounds": "curvlab.studies.small.bounds",
     "compare": "curvlab.studies.compare.run",
+    "curvature_from": "curvlab.analysis.foreign",
+    "density": "curvlab.analysis.density",
     "errors": "curvlab.studies.small.errors",
     "estimate": "curvlab.providers",
+    "landscape": "curvlab.analysis.landscape",
     "keep_batches": "curvlab.batches",
     "load_comparison": "curvlab.studies.compare.folder",
     "plan": "curvlab.studies.small.plan",
+    "similarity": "curvlab.analysis.similarity",
     "solve": "curvlab.solvers",
+    "spectrum": "curvlab.analysis.spectrum",
 }
 
 

@@ -10,13 +10,14 @@ B^t ⊗ E[hhᵀ].
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from html import escape
-from math import nan
+from math import isfinite, nan
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
@@ -34,11 +35,25 @@ from curvlab.exceptions import (
     named_briefly,
     stacklevel_of_caller,
 )
+from curvlab.layer_algebra import add_layers, scale_layer, select_layer
 from curvlab.linalg import Block, DiagonalFactor, FactorBlock, KroneckerBlock, ShiftedBlock, ViewedBlock
-from curvlab.linalg.blocks import DENSE_BYTES, check_dense_bytes, dense_from
+from curvlab.linalg.blocks import DENSE_BYTES, check_dense_bytes
+from curvlab.linalg.eigenbases import DENSE_OPERATOR_UP_TO, Eigenbasis
+from curvlab.linalg.estimators import Estimate, Estimator, estimate_trace
 from curvlab.linalg.factors import frobenius_norm
 from curvlab.linalg.flat import flatten, unflatten
 from curvlab.linalg.precision import FullPrecision
+from curvlab.matrix_functions import (
+    LOGDET_STEPS,
+    Damping,
+    MatrixFunction,
+    SymmetricMatrix,
+    draw_samples,
+    estimate_measure,
+    log_determinant,
+    matrix_inverse,
+    matrix_power,
+)
 from curvlab.staleness import Versions, change_message
 
 if TYPE_CHECKING:
@@ -48,6 +63,14 @@ if TYPE_CHECKING:
 __all__ = ["Curvature", "Definiteness", "LayerCurvature", "StaleWarning"]
 
 EIGENVALUES_UP_TO = 512
+EXACT_TRACE_UP_TO = 1000  # parameters of a matrix-free block, in `frame`
+FRAME_PROBES = 12
+STRUCTURES = {
+    "kronecker": "Kronecker-factored, block diagonal by parameter",
+    "diagonal": "diagonal",
+    "block": "block diagonal by parameter",
+    "full": "the whole matrix, cross-layer blocks included",
+}
 
 
 class StaleWarning(UserWarning):
@@ -70,8 +93,10 @@ class Curvature(FullPrecision):
     """A symmetric matrix over the parameters of a model, block by block.
 
     `layers` and `full_product` are of the data part; `shift` is λ of λI, which every product and measure of
-    the curvature includes. `structure` names the matrix: `kronecker`, or `diagonal`. `left_out` are the
-    trainable parameters that have no block, by the user's choice of layers, with their shapes.
+    the curvature includes. `structure` names the matrix: `kronecker`, `diagonal`, `block` (block diagonal by
+    parameter) or `full` (with its cross-layer blocks). `products_at_once` is how many products may be taken
+    in one batched pass. `left_out` are the trainable parameters that have no block, by the
+    user's choice of layers, with their shapes.
 
     >>> import curvlab
     >>> from torch import nn
@@ -94,6 +119,7 @@ class Curvature(FullPrecision):
     shift: float = 0.0
     structure: str = "kronecker"
     left_out: Mapping[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
+    products_at_once: int = field(default=1, repr=False)
 
     @property
     def blocks(self) -> dict[str, Block]:
@@ -179,19 +205,50 @@ class Curvature(FullPrecision):
             raise DenseSizeError(str(error)) from None
         if self.full_product is None:
             return torch.block_diag(*[block.to_dense(max_bytes) for block in blocks.values()])
-        return dense_from(self.flat_product, self.numel, example)
+        return self.rows_product(torch.eye(self.numel, dtype=example.dtype, device=example.device)).T
 
     def flat_product(self, vector: Tensor) -> Tensor:
-        """C x for the flattened and joined parameters."""
+        """C x for the flattened and joined parameters: one vector (n,), or each column of a matrix (n, r)."""
         shapes = {name: block.shape for name, block in self._blocks.items()}
         if not isinstance(vector, Tensor):
             raise ArgumentError(f"flat_product takes a tensor; got a {describe_argument(vector)}")
+        if vector.ndim == 2 and len(vector) == self.numel:
+            return self.rows_product(vector.T).T
         if vector.shape != (self.numel,):
             raise OperandError(
                 f"flat_product takes a vector of {self.numel:,} entries, all parameters flattened and "
-                f"joined; got shape {tuple(vector.shape)}"
+                f"joined, or a matrix of such columns; got shape {tuple(vector.shape)}"
             )
         return flatten(self @ unflatten(vector, shapes), list(shapes))
+
+    def rows_product(self, rows: Tensor) -> Tensor:
+        """C x for each row x, (r, n): several in one batched pass where the curvature's products allow it."""
+        if self.products_at_once > 1 and len(rows) > 1:
+            batched = self._batched_product
+            # What torch cannot batch is done by the loop below, which also raises errors of any other reason.
+            with suppress(RuntimeError):
+                return torch.cat([batched(part) for part in rows.split(self.products_at_once)])
+        return torch.stack([self.flat_product(row) for row in rows])
+
+    @cached_property
+    def _batched_product(self) -> Callable[[Tensor], Tensor]:
+        """The product under vmap; one is taken before, since what it keeps cannot be made in there."""
+        self.flat_product(next(iter(self._blocks.values())).example.new_zeros(self.numel))
+        return torch.vmap(self.flat_product)
+
+    @property
+    def matrix(self) -> SymmetricMatrix:
+        """The matrix on the flattened and joined parameters: what spectra and functions are computed from."""
+        blocks = self.blocks
+        shapes = {name: block.shape for name, block in blocks.items()}
+        example = next(iter(blocks.values())).example
+        return SymmetricMatrix(shapes, self.rows_product, example, self.provider, lambda: self._basis)
+
+    @cached_property
+    def _basis(self) -> Eigenbasis | None:
+        if self.full_product is None:
+            return Eigenbasis.of(self._blocks)
+        return Eigenbasis.of_dense(self.to_dense()) if self.numel <= DENSE_OPERATOR_UP_TO else None
 
     def to_scipy(self) -> LinearOperator:
         """A scipy LinearOperator on the flattened and joined parameters."""
@@ -209,23 +266,200 @@ class Curvature(FullPrecision):
         dtype = np.dtype("float64" if example.dtype == torch.float64 else "float32")
         return LinearOperator((self.numel, self.numel), matvec=matvec, rmatvec=matvec, dtype=dtype)
 
-    def trace(self) -> Tensor:
-        """tr C."""
-        return torch.stack([block.trace() for block in self.blocks.values()]).sum()
+    @overload
+    def trace(self) -> Tensor: ...
+    @overload
+    def trace(
+        self, *, estimator: Estimator | None = None, probes: int | None = None, seed: int = 0
+    ) -> Estimate: ...
+    def trace(
+        self, *, estimator: Estimator | None = None, probes: int | None = None, seed: int = 0
+    ) -> Tensor | Estimate:
+        """tr C, exact; with `estimator` (`hutchinson`, `hutch++`) or `probes` an `Estimate` from products."""
+        if estimator is None and probes is None:
+            return torch.stack([block.trace() for block in self.blocks.values()]).sum()
+        if not self.matrix_free:
+            return Estimate(float(self.trace()), 0.0, 0)
+        return estimate_measure("trace", self.matrix, estimator, probes, seed)
 
-    def diagonal(self) -> dict[str, Tensor]:
-        """The diagonal, by parameter name and in the parameter's shape."""
-        return {name: block.diagonal() for name, block in self.blocks.items()}
+    @overload
+    def diagonal(self) -> dict[str, Tensor]: ...
+    @overload
+    def diagonal(
+        self, *, estimator: Estimator | None = None, probes: int | None = None, seed: int = 0
+    ) -> Estimate: ...
+    def diagonal(
+        self, *, estimator: Estimator | None = None, probes: int | None = None, seed: int = 0
+    ) -> dict[str, Tensor] | Estimate:
+        """The diagonal, by parameter name and in the parameter's shape; an `Estimate` as for `trace`."""
+        if estimator is None and probes is None:
+            return {name: block.diagonal() for name, block in self.blocks.items()}
+        if not self.matrix_free:
+            exact = self.diagonal()
+            return Estimate(exact, {name: torch.zeros_like(value) for name, value in exact.items()}, 0)
+        return estimate_measure("diagonal", self.matrix, estimator, probes, seed)
 
-    def frobenius_norm(self) -> Tensor:
-        """‖C‖_F; with cross-layer blocks (full=true) from the dense form."""
-        if self.full_product is not None:
-            return frobenius_norm(self.to_dense())
-        return torch.stack([block.frobenius_norm() for block in self.blocks.values()]).norm()
+    @overload
+    def frobenius_norm(self) -> Tensor: ...
+    @overload
+    def frobenius_norm(
+        self, *, estimator: Estimator | None = None, probes: int | None = None, seed: int = 0
+    ) -> Estimate: ...
+    def frobenius_norm(
+        self, *, estimator: Estimator | None = None, probes: int | None = None, seed: int = 0
+    ) -> Tensor | Estimate:
+        """‖C‖_F, with cross-layer blocks (full=true) from the dense form; an `Estimate` as for `trace`."""
+        if estimator is None and probes is None:
+            if self.full_product is not None:
+                return frobenius_norm(self.to_dense())
+            return torch.stack([block.frobenius_norm() for block in self.blocks.values()]).norm()
+        if not self.matrix_free:
+            return Estimate(float(self.frobenius_norm()), 0.0, 0)
+        return estimate_measure("frobenius_norm", self.matrix, estimator, probes, seed)
 
     def eigvalsh(self) -> dict[str, Tensor]:
-        """Eigenvalues of each diagonal block, ascending."""
+        """Eigenvalues of each parameter's diagonal block, ascending: by block, whatever the structure.
+
+        With structure=full these are not the eigenvalues of the matrix: `curvlab.spectrum` answers for that.
+        """
         return {name: block.eigvalsh() for name, block in self.blocks.items()}
+
+    def logdet(
+        self,
+        *,
+        damping: Damping | None = None,
+        probes: int | None = None,
+        steps: int = LOGDET_STEPS,
+        seed: int = 0,
+    ) -> Tensor | Estimate:
+        """log det of the damped matrix, C + τI for `Additive(τ)`, (1-α)C + αI for `Mixed(α)`.
+
+        Exact, a scalar tensor, where the eigenvalues are known from factors (or the matrix is small); else an
+        `Estimate` by Lanczos quadrature. Refused with the smallest eigenvalue where that is not positive.
+
+        >>> import curvlab
+        >>> model = torch.nn.Linear(2, 2, bias=False)
+        >>> problem = curvlab.Problem(model, "mse", torch.zeros(3, 2), torch.zeros(3, 2))
+        >>> round(float(curvlab.estimate("fisher", problem).logdet(damping=curvlab.Additive(0.5))), 4)
+        -2.7726
+        """
+        return log_determinant(self.matrix, damping, probes, steps, seed)
+
+    def inverse(self, *, damping: Damping | None = None) -> MatrixFunction:
+        """The inverse of the damped matrix, to be multiplied with: `curvature.inverse(damping=…) @ v`."""
+        return matrix_inverse(self.matrix, damping)
+
+    def power(self, exponent: float, *, damping: Damping | None = None) -> MatrixFunction:
+        """A power of the damped matrix, to be multiplied with: `curvature.power(-0.5, damping=…) @ v`."""
+        return matrix_power(self.matrix, exponent, damping)
+
+    def sample(self, n: int, *, damping: Damping | None = None, seed: int = 0) -> dict[str, Tensor]:
+        """`n` draws from the normal distribution with the inverse of the damped matrix as covariance.
+
+        {name: (n, *shape)}: of a Laplace approximation with this precision, the deviations from the mode.
+        """
+        return draw_samples(self.matrix, n, damping, seed)
+
+    def _data_product(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The product without the shift."""
+        if self.full_product is not None:
+            return self.full_product(vectors)
+        return {name: b @ vectors[name] for layer in self.layers for name, b in layer.blocks.items()}
+
+    def __add__(self, other: Curvature) -> Curvature:
+        """The sum of two matrices over the same parameters, known by its products."""
+        if not isinstance(other, Curvature):
+            return NotImplemented
+        mine = {name: block.shape for name, block in self._blocks.items()}
+        theirs = {name: block.shape for name, block in other._blocks.items()}
+        if mine != theirs:
+            only = sorted({*mine.items()} ^ {*theirs.items()})[:4]
+            raise ArgumentError(
+                f"`{self.provider}` + `{other.provider}`: they are of different parameters, as {only} shows; "
+                f"expected the same names and shapes. Take .select([…]) of both"
+            )
+        blocks = {name: block for layer in other.layers for name, block in layer.blocks.items()}
+        coupled = self.full_product is not None or other.full_product is not None
+
+        def product(vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            left, right = self._data_product(vectors), other._data_product(vectors)
+            return {name: value + right[name] for name, value in left.items()}
+
+        noted = {id(one): one for one in (self.versions, other.versions) if one is not None}
+        return Curvature(
+            f"{self.provider} + {other.provider}",
+            self.criterion,
+            tuple(add_layers(layer, blocks) for layer in self.layers),
+            Definiteness(self.psd and other.psd, f"a sum of {self.definiteness} and {other.definiteness}"),
+            exact=self.exact and other.exact,
+            notes=(*self.notes, *other.notes),
+            full_product=product if coupled else None,
+            versions=sum(noted.values(), start=Versions(())) if noted else None,
+            live=self.live or other.live,
+            shift=self.shift + other.shift,
+            structure="full" if coupled else "block",
+            products_at_once=min(self.products_at_once, other.products_at_once),
+        )
+
+    def __mul__(self, scale: float) -> Curvature:
+        """The multiple of a matrix, in the same form."""
+        if not isinstance(scale, int | float) or not isfinite(scale):
+            raise ArgumentError(
+                f"a curvature is multiplied with a finite number; got {scale!r}. For a product with vectors "
+                f"use `curvature @ vectors`"
+            )
+        scale, product = float(scale), self.full_product
+
+        def scaled(vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            assert product is not None
+            return {name: scale * value for name, value in product(vectors).items()}
+
+        sign = self.definiteness if scale >= 0 else Definiteness(False, "a negative multiple")
+        return replace(
+            self,
+            provider=f"{scale:g} × {self.provider}",
+            layers=tuple(scale_layer(layer, scale) for layer in self.layers),
+            definiteness=sign,
+            full_product=None if product is None else scaled,
+            shift=scale * self.shift,
+        )
+
+    __rmul__ = __mul__
+
+    def __sub__(self, other: Curvature) -> Curvature:
+        """The difference of two matrices over the same parameters."""
+        return self + other * -1.0
+
+    def select(self, names: Sequence[str]) -> Curvature:
+        """The sub-matrix of some parameters, by their names or those of their layers.
+
+        >>> import curvlab
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
+        >>> problem = curvlab.Problem(model, "mse", torch.ones(5, 4), torch.zeros(5, 2))
+        >>> list(curvlab.estimate("fisher", problem).select(["0", "2.bias"]).blocks)
+        ['0.weight', '0.bias', '2.bias']
+        """
+        known = {layer.name: tuple(layer.blocks) for layer in self.layers}
+        known |= {name: (name,) for name in self._blocks}
+        unknown = [name for name in names if name not in known]
+        if unknown or isinstance(names, str) or not names:
+            given = f"`{unknown[0]}`" if unknown and not isinstance(names, str) else repr(names)
+            raise ArgumentError(f"select: got {given}; expected a list of names among {list(known)}")
+        chosen = {parameter for name in names for parameter in known[name]}
+        layers = [select_layer(layer, chosen) for layer in self.layers]
+        product, others = self.full_product, {n: b for n, b in self._blocks.items() if n not in chosen}
+
+        def selected(vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            assert product is not None
+            zeros = {name: block.example.new_zeros(block.shape) for name, block in others.items()}
+            images = product({**{name: vectors[name] for name in chosen}, **zeros})
+            return {name: image for name, image in images.items() if name in chosen}
+
+        return replace(
+            self,
+            layers=tuple(layer for layer in layers if layer is not None),
+            full_product=None if product is None else selected,
+        )
 
     def to(self, *args: torch.device | torch.dtype | str, **kwargs: object) -> Curvature:
         """The same curvature on another device or in another dtype."""
@@ -312,24 +546,53 @@ class Curvature(FullPrecision):
     def frame(self) -> pd.DataFrame:
         """One row per block: shape, form, trace, Frobenius norm, extreme eigenvalues where cheap, bytes.
 
+        Above 1,000 parameters the trace of a matrix-free block is an estimate from a few products, with its
+        standard error in `trace_error` (0 where the trace is exact). `structure` is that of the matrix.
         Trainable parameters that have no block follow, with the form `no block`.
         """
         import pandas as pd
 
-        rows = [_row(name, block) for name, block in self.blocks.items()]
+        rows = [self._row(name, block) for name, block in self.blocks.items()]
         return pd.DataFrame([*rows, *(_row_without_block(*entry) for entry in self.left_out.items())])
+
+    def _row(self, name: str, block: Block) -> dict[str, object]:
+        closed = _closed_form(block)
+        known = closed or block.numel <= EIGENVALUES_UP_TO
+        smallest, largest = _extremes(block) if known else (nan, nan)
+        trace = _block_trace(block) if not closed and block.numel > EXACT_TRACE_UP_TO else None
+        return {
+            "block": name,
+            "shape": "×".join(map(str, block.shape)),
+            "form": block.form,
+            "structure": self.structure,
+            "trace": float(block.trace()) if trace is None else float(trace),
+            "trace_error": 0.0 if trace is None else trace.standard_error,
+            "frobenius_norm": float(block.frobenius_norm()) if known else nan,
+            "smallest_eigenvalue": smallest,
+            "largest_eigenvalue": largest,
+            "bytes": block.nbytes,
+        }
 
     def __repr__(self) -> str:
         kind = "exact" if self.exact else "approximate"
         rest = f", no block for {named_briefly(list(self.left_out))}" if self.left_out else ""
         return (
-            f"Curvature({self.provider}, criterion={self.criterion}, {len(self._blocks)} blocks, "
+            f"Curvature({self.provider}, criterion={self.criterion}, "
+            f"{STRUCTURES.get(self.structure, self.structure)}, {len(self._blocks)} blocks, "
             f"{self.numel:,} parameters{rest}, {kind}, {self.definiteness}, {self.nbytes:,} bytes)"
         )
 
     def _repr_html_(self) -> str:
+        """What a notebook shows: nothing is computed for it. `frame()` has the measures."""
+        import pandas as pd
+
+        self.check_fresh()
         notes = "".join(f"<p>{escape(note)}</p>" for note in self.notes)
-        return f"<p>{escape(repr(self))}</p>{notes}{self.frame().to_html(index=False)}"
+        rows = [
+            {"block": name, "shape": "×".join(map(str, b.shape)), "form": b.form, "bytes": b.nbytes}
+            for name, b in self._blocks.items()
+        ]
+        return f"<p>{escape(repr(self))}</p>{notes}{pd.DataFrame(rows).to_html(index=False)}"
 
 
 def _checked_operand(name: str, block: Block, entry: Tensor) -> Tensor:
@@ -350,24 +613,21 @@ def _checked_operand(name: str, block: Block, entry: Tensor) -> Tensor:
     return entry
 
 
-def _row(name: str, block: Block) -> dict[str, object]:
+def _closed_form(block: Block) -> bool:
     data = block.block if isinstance(block, ShiftedBlock) else block
-    known = isinstance(data, KroneckerBlock | FactorBlock | ViewedBlock) or block.numel <= EIGENVALUES_UP_TO
-    smallest, largest = _extremes(block) if known else (nan, nan)
-    return {
-        "block": name,
-        "shape": "×".join(map(str, block.shape)),
-        "form": block.form,
-        "trace": float(block.trace()) if known else nan,
-        "frobenius_norm": float(block.frobenius_norm()) if known else nan,
-        "smallest_eigenvalue": smallest,
-        "largest_eigenvalue": largest,
-        "bytes": block.nbytes,
-    }
+    return isinstance(data, KroneckerBlock | FactorBlock | ViewedBlock)
+
+
+def _block_trace(block: Block) -> Estimate:
+    def product(rows: Tensor) -> Tensor:
+        return torch.stack([block.matmul(row.reshape(block.shape)).flatten() for row in rows])
+
+    given = {"like": block.example, "probes": FRAME_PROBES, "seed": 0}
+    return estimate_trace(product, block.numel, estimator="hutchinson", **given)  # type: ignore[arg-type]
 
 
 def _row_without_block(name: str, shape: tuple[int, ...]) -> dict[str, object]:
-    measured = ("trace", "frobenius_norm", "smallest_eigenvalue", "largest_eigenvalue")
+    measured = ("trace", "trace_error", "frobenius_norm", "smallest_eigenvalue", "largest_eigenvalue")
     unknown: dict[str, object] = dict.fromkeys(measured, nan)
     return {"block": name, "shape": "×".join(map(str, shape)), "form": "no block", **unknown, "bytes": 0}
 

@@ -21,6 +21,7 @@ __all__ = [
     "ExecutorError",
     "FileWriteError",
     "FolderInUseError",
+    "IndefiniteError",
     "MatrixFreeError",
     "NoRowsError",
     "OperandError",
@@ -69,6 +70,10 @@ class MatrixFreeError(CurvlabError, TypeError):
 
 class SolveError(CurvlabError, RuntimeError):
     """A linear solve that failed: names the layer, the reason and the advice."""
+
+
+class IndefiniteError(CurvlabError, ValueError):
+    """A matrix that must be positive definite and is not: gives its smallest eigenvalue, and what to do."""
 
 
 class StaleError(CurvlabError, RuntimeError):

@@ -35,6 +35,7 @@ from curvlab.exceptions import NoRowsError, ProblemError, SpecError, named_brief
 from curvlab.gradient import Gradient, GradientMean, add_decay, gradient_of
 from curvlab.linalg.precision import FullPrecision
 from curvlab.model.calling import Inputs, OutputChoice, tensors_of
+from curvlab.model.example_gradients import example_gradients
 from curvlab.model.float_copy import in_float
 from curvlab.model.graph import Network
 from curvlab.model.layers import Chain, Layer, check_same_layers
@@ -419,6 +420,29 @@ class Problem(FullPrecision):
         for recording in self.recordings():
             mean.add(recording)
         return self._decayed(mean.value())
+
+    def per_example_gradients(self) -> dict[str, Tensor]:
+        """∇ξ_i of every example, {parameter name: (examples, *shape)}: a copy of the parameters for each.
+
+        Without the example's weight c_i and without λθ of an l2 term (0 where c_i = 0), so that their E is
+        the gradient for l2 = 0. The examples are those of all batches, in their order.
+
+        >>> model = nn.Linear(2, 2)
+        >>> problem = Problem(model, "cross-entropy", torch.ones(5, 2), torch.tensor([0, 1, 0, 1, 0]))
+        >>> {name: tuple(rows.shape) for name, rows in problem.per_example_gradients().items()}
+        {'weight': (5, 2, 2), 'bias': (5, 2)}
+        """
+        found = []
+        for batch in self.batches():
+            try:
+                recording = self._recorded(batch) if self.streamed else self.recording()
+                found.append(example_gradients(recording))
+            except AllWeightsZeroError:
+                count = len(batch.targets)
+                names = [name for layer in self.layers for name in layer.names]
+                zeros = {name: torch.zeros_like(self.network.parameters[name]) for name in names}
+                found.append({name: zero.detach().expand(count, *zero.shape) for name, zero in zeros.items()})
+        return {name: torch.cat([one[name] for one in found]) for name in found[0]}
 
     def loss(self, *, process_group: ProcessGroup | None = None) -> Tensor:
         """E[ξ], as torch's mean-reduced loss gives it; with a `process_group` over the rows of all ranks."""

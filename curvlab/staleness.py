@@ -80,23 +80,29 @@ class Versions:
 
     entries: tuple[tuple[str, weakref.ref[Tensor], Stamp], ...]
     content: tuple[bytes, ...] | None = None
-    settings: tuple[SettingsWatch, Settings | None] | None = None
+    settings: tuple[tuple[SettingsWatch, Settings | None], ...] = ()
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], settings: SettingsWatch | None = None) -> Versions:
         """Note the present versions, and what `settings` gives by name (None once there is no model)."""
         entries = tuple([(name, weakref.ref(t), Stamp.of(t)) for name, t in tensors.items()])
-        noted = None if settings is None else (settings, settings())
+        noted = () if settings is None else ((settings, settings()),)
         return cls(entries, _sample(list(tensors.values())), noted)
+
+    def __add__(self, other: Versions) -> Versions:
+        """What both noted."""
+        known = all(one.content is not None or not one.entries for one in (self, other))
+        content = (self.content or ()) + (other.content or ()) if known else None
+        return Versions(self.entries + other.entries, content, self.settings + other.settings)
 
     def _reset(self) -> list[str]:
         """Names of what the model is beside its tensors, where that has changed."""
-        if self.settings is None:
-            return []
-        now, then = self.settings[0](), self.settings[1]
-        if now is None or then is None or now == then:
-            return []
-        return [name for name in {**then, **now} if then.get(name) != now.get(name)]
+        found: list[str] = []
+        for watch, then in self.settings:
+            now = watch()
+            if now is not None and then is not None and now != then:
+                found += [name for name in {**then, **now} if then.get(name) != now.get(name)]
+        return found
 
     def _rewritten(self) -> list[str]:
         """Names of the tensors whose sampled entries differ though torch has counted no change."""

@@ -32,6 +32,7 @@ __all__ = ["main"]
 
 COMMANDS = {
     "compare": "Measure error, time, memory and convergence, and write one report.",
+    "spectrum": "Show the spectrum of a curvature: density, largest eigenvalues, layers.",
     "plan": "Predict memory and operations without allocating: would it fit?",
     "train": "Train one network with any provider and solver, or a baseline.",
     "reproduce": "Run the paper's tables and figures again, beside its numbers.",

@@ -94,6 +94,8 @@ def join_operators(curvature: Curvature, communicator: Communicator, share: floa
         return curvature
     layers = tuple(_layer(layer, communicator, share) for layer in curvature.layers)
     full = curvature.full_product
+    # A reduction cannot be batched: one product after the other.
+    curvature = replace(curvature, products_at_once=1)
     if full is None:
         return replace(curvature, layers=layers)
 

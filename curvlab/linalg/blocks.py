@@ -5,6 +5,7 @@ Kronecker block   X ↦ B X A,  dense form B ⊗ A  a weight, rows flattened as 
 viewed block      X_g ↦ B_g X_g A_g for all g   a weight seen as one or several matrices (see `views`)
 sum block         X ↦ Σ_k C_k X                 a matrix used in several ways
 shifted block     X ↦ C X + λ X                 any of them and a multiple of the identity
+scaled block      X ↦ c C X                     a multiple of one that has no factors to scale
 operator block    X ↦ f(X)                      matrix-free: exact Hessian, exact Gauss-Newton
 """
 
@@ -27,6 +28,7 @@ __all__ = [
     "FactorBlock",
     "KroneckerBlock",
     "OperatorBlock",
+    "ScaledBlock",
     "ShiftedBlock",
     "SumBlock",
     "ViewedBlock",
@@ -309,6 +311,13 @@ class ViewedBlock(Block):
         return sides if self.view.layout == "rows" else (sides[1], sides[0])
 
 
+def _sides(block: Block) -> tuple[Factor, Factor] | None:
+    """L and R with X ↦ L X R, where the block is such a product."""
+    if isinstance(block, KroneckerBlock):
+        return block.output, block.input
+    return block.sides() if isinstance(block, ViewedBlock) else None
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class SumBlock(Block):
     """A sum of blocks of one parameter: a matrix that is used as a lookup and as a head.
@@ -352,7 +361,7 @@ class SumBlock(Block):
 
     def frobenius_norm(self) -> Tensor:
         """By ⟨L₁ ⊗ R₁, L₂ ⊗ R₂⟩ = tr(L₁L₂) tr(R₁R₂) where all are such products; else from the dense form."""
-        found = [block.sides() if isinstance(block, ViewedBlock) else None for block in self.blocks]
+        found = [_sides(block) for block in self.blocks]
         sides = [pair for pair in found if pair is not None]
         if len(sides) < len(found):
             return frobenius_norm(self.to_dense())
@@ -417,6 +426,51 @@ class ShiftedBlock(Block):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
+class ScaledBlock(Block):
+    """c C.
+
+    >>> from curvlab.linalg import DenseFactor
+    >>> ScaledBlock(FactorBlock(DenseFactor(torch.eye(2))), -3.0).frobenius_norm().square().round().item()
+    18.0
+    """
+
+    kind: ClassVar[str] = "scaled"
+    block: Block
+    factor: float
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.block.shape
+
+    @property
+    def example(self) -> Tensor:
+        return self.block.example
+
+    @property
+    def form(self) -> str:
+        return f"{self.factor:g} × {self.block.form}"
+
+    @property
+    def nbytes(self) -> int:
+        return self.block.nbytes
+
+    def matmul(self, x: Tensor) -> Tensor:
+        return self.factor * self.block.matmul(x)
+
+    def trace(self) -> Tensor:
+        return self.factor * self.block.trace()
+
+    def diagonal(self) -> Tensor:
+        return self.factor * self.block.diagonal()
+
+    def frobenius_norm(self) -> Tensor:
+        return abs(self.factor) * self.block.frobenius_norm()
+
+    def _dense(self) -> Tensor:
+        return self.factor * self.block._dense()
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class OperatorBlock(Block):
     """A matrix-free block: a product, with closed forms for what has one.
 
@@ -449,9 +503,15 @@ class OperatorBlock(Block):
         return self.product(x)
 
     def diagonal(self) -> Tensor:
+        """From one product for each entry, where there is no closed form; no matrix is formed."""
         if self.diagonal_of is not None:
             return self.diagonal_of()
-        return self.to_dense().diagonal().reshape(self.shape)
+        values = torch.empty(self.numel, dtype=self.like.dtype, device=self.like.device)
+        for index in range(self.numel):
+            unit = torch.zeros_like(values)
+            unit[index] = 1
+            values[index] = self.product(unit.reshape(self.shape)).flatten()[index]
+        return values.reshape(self.shape)
 
     def trace(self) -> Tensor:
         return self.trace_of() if self.trace_of is not None else self.diagonal().sum()

@@ -157,6 +157,17 @@ class BatchProducts:
         with self._differentiating():
             return self._named(checked, self._gauss_newton(checked))
 
+    def second_moment(
+        self, vectors: Mapping[str, Tensor], outer: Callable[[LossTerms, Tensor], Tensor]
+    ) -> dict[str, Tensor]:
+        """Σ Jᵀ U J v for matrices U at the logits: `outer(terms, y)` is U y, y in the logits' shape."""
+        checked = self._checked(vectors)
+        with self._differentiating():
+            (along,) = self._differentiated_along(checked, [self._cotangent], None)
+            inputs = [self._parameters[name] for name in checked]
+            values = self._pulled_back([self._logits], inputs, [outer(self._terms, along)], None)
+            return self._named(checked, values)
+
     def hessian_block(self, name: str) -> Tensor:
         """The n × n block of one parameter of n entries, from n products."""
         return self._block(name, self._hessian)

@@ -36,7 +36,7 @@ from curvlab.problem import Problem
 from curvlab.providers.base import INPUTS, Context, ProblemSnapshot, kronecker_layers, row_layers
 from curvlab.providers.draws import check_draws
 from curvlab.providers.fisher import RowFields
-from curvlab.providers.operators import ModelOperator
+from curvlab.providers.operators import ModelOperator, products_at_once
 from curvlab.providers.pch import OUTPUT_HESSIAN, SLOPE_PRODUCTS, recurse
 from curvlab.providers.statistics import (
     CurvatureProducts,
@@ -163,6 +163,7 @@ def _exact_operator(context: Context, name: str, coupled: bool) -> Curvature:
         versions=problem.versions,
         live=True,
         structure="full" if coupled else "block",
+        products_at_once=products_at_once(problem),
     )
 
 

@@ -36,7 +36,7 @@ from curvlab.model.layers import Chain
 from curvlab.model.recording import ChainRecording, Recording
 from curvlab.problem import Problem
 from curvlab.providers.base import Context, ProblemSnapshot, Provider
-from curvlab.providers.operators import ModelOperator
+from curvlab.providers.operators import ModelOperator, products_at_once
 from curvlab.providers.statistics import Statistic, Values
 from curvlab.specs import check_choices
 
@@ -203,11 +203,14 @@ class _Weight:
     like: Tensor
 
     def product(self, x: Tensor) -> Tensor:
-        result = torch.zeros_like(x)
+        result: Tensor | None = None
         for recording, weights in self.hessian.batches():
             h = recording.inputs[self.position]
             curved = hessian_products(recording, self.position, h @ x.T)
-            result.addmm_((curved * weights[:, None]).T, h)
+            # Not in place: under vmap x is a batch.
+            product = (curved * weights[:, None]).T @ h
+            result = product if result is None else result + product
+        assert result is not None
         return result
 
     def diagonal(self) -> Tensor:
@@ -334,6 +337,7 @@ class Hessian(Provider):
             versions=problem.versions,
             live=True,
             structure="full" if self.coupled else "block",
+            products_at_once=products_at_once(problem),
         )
 
     def _known(self, problem: Problem, chain: Chain) -> Definiteness | None:

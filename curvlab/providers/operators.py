@@ -17,13 +17,34 @@ from torch import Tensor
 
 from curvlab.curvature_layers import OperatorLayer
 from curvlab.linalg import OperatorBlock
+from curvlab.model.double_backward import graph_entries
 from curvlab.model.products import BatchProducts, ModelProducts
+from curvlab.model.recording import ChainRecording, GraphRecording
 from curvlab.problem import Problem
 from curvlab.providers.base import ProblemSnapshot
 
-__all__ = ["ModelOperator"]
+__all__ = ["ModelOperator", "products_at_once"]
 
 Which = Literal["hessian", "gauss_newton"]
+
+
+# How many products share a batched pass: 10 × faster on small networks, up to 2 × on larger ones, for as much
+# more memory as the graph has entries.
+MOST_AT_ONCE = 16
+ENTRIES_AT_ONCE = 2**23
+
+
+def products_at_once(problem: Problem) -> int:
+    """How many vectors a batched pass over the problem's data may take; a stream runs the model for each."""
+    if problem.streamed:
+        return 1
+    recording = problem.recording()
+    if isinstance(recording, ChainRecording):
+        entries = sum(z.numel() for z in recording.preactivations)
+    else:
+        assert isinstance(recording, GraphRecording)
+        entries = graph_entries(recording.forward.logits)
+    return min(MOST_AT_ONCE, max(1, ENTRIES_AT_ONCE // max(entries, 1)))
 
 
 class ModelOperator:
@@ -54,15 +75,19 @@ class ModelOperator:
 
     def products(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The matrix over the parameters named in `vectors`, times them."""
-        sums = {name: torch.zeros_like(self.parameters[name]).detach() for name in vectors}
+        sums: dict[str, Tensor] = {}
         weights = []
         for batch in self._batches():
-            found = batch.hessian(vectors) if self.which == "hessian" else batch.gauss_newton(vectors)
-            for name, value in found.items():
-                sums[name] += value
+            found = self._of_batch(batch, vectors)
+            # Not in place: under vmap the values are batches.
+            sums = found if not sums else {name: sums[name] + value for name, value in found.items()}
             weights.append(batch.total_weight)
         total = torch.stack(weights).sum()
         return {name: value / total for name, value in sums.items()}
+
+    def _of_batch(self, batch: BatchProducts, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The product with one batch's sum."""
+        return batch.hessian(vectors) if self.which == "hessian" else batch.gauss_newton(vectors)
 
     def full_product(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """All blocks at once, cross blocks included."""

@@ -1,0 +1,241 @@
+"""The spectral density of a curvature: how many of its n eigenvalues lie where.
+
+    φ(t) = 1/n Σ_i δ(t - λ_i) ≈ Σ_j w_j δ(t - θ_j)
+
+Of a Kronecker curvature all eigenvalues are known, products of those of its factors: nodes θ are these and
+weights 1/n (0 probes). Any other is estimated by stochastic Lanczos quadrature: each random probe z gives the
+nodes and weights of zᵀ f(C) z (Golub and Welsch; Ghorbani, Krishnan, Xiao 2019). The largest eigenvalues are
+found first, by `eigenpairs`, counted with 1/n each and projected out of the probes: single eigenvalues far
+from the others, whose weight in a few probes is mostly chance.
+
+    φ(t) = 1/n Σ_top δ(t - λ) + (n - k)/n · mean over probes of Σ_j w_j δ(t - θ_j)
+
+`density` is φ on `grid`, smoothed by a Gaussian; `band` is two standard errors over the probes around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import pi, sqrt
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from curvlab.analysis.figures import axes_for
+from curvlab.analysis.spectrum import curvature_of
+from curvlab.curvature import Curvature
+from curvlab.exceptions import SpecError
+from curvlab.linalg.eigenbases import Eigenbasis
+from curvlab.linalg.estimators import gaussian_rows
+from curvlab.linalg.krylov import eigenpairs, lanczos, quadrature
+from curvlab.linalg.precision import full_precision
+from curvlab.matrix_functions import SymmetricMatrix, runs_at_once
+from curvlab.problem import Problem
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["Density", "density"]
+
+DEFLATED = 12  # eigenvalues found one by one before the probes: the outliers of ten classes and some more
+DEFLATION_PRODUCTS = 300
+DEFLATION_TOL = 1e-6
+POINTS = 1000
+NARROW = 250  # the Gaussian's standard deviation is this part of the whole range
+
+
+@dataclass(frozen=True, eq=False)
+class Density:
+    """A spectral density; see `density`.
+
+    `grid` and `density` (points), `band` (2, points), below and above; `nodes` and `weights`, which add up to
+    1; `outliers`, the largest eigenvalues up to the widest relative gap behind the second of them; `probes`
+    (0: exact) and the number of `parameters`.
+    """
+
+    label: str
+    grid: Tensor
+    density: Tensor
+    band: Tensor
+    nodes: Tensor
+    weights: Tensor
+    outliers: Tensor
+    probes: int
+    parameters: int
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """The smallest and the largest node: with enough steps the extreme eigenvalues."""
+        counted = self.nodes[self.weights > 0]
+        return float(counted.min()), float(counted.max())
+
+    @property
+    def mean(self) -> float:
+        """The mean eigenvalue, tr C / n."""
+        return float(self.nodes @ self.weights)
+
+    @property
+    def negative_mass(self) -> float:
+        """The share of eigenvalues below zero, by more than rounding."""
+        rounding = 1e-6 if self.nodes.dtype != torch.float64 else 1e-10
+        return float(self.weights[self.nodes < -rounding * self.nodes.abs().max()].sum())
+
+    def frame(self) -> pd.DataFrame:
+        """One row per point of the grid: eigenvalue, density, low and high."""
+        import pandas as pd
+
+        low, high = self.band.tolist()
+        columns = {"eigenvalue": self.grid.tolist(), "density": self.density.tolist()}
+        return pd.DataFrame({**columns, "low": low, "high": high})
+
+    def plot(self, ax: Axes | None = None) -> Figure:
+        """The density with its band on a logarithmic axis, and the outliers as marks below it."""
+        axes = axes_for(ax)
+        floor = 0.5 / self.parameters / max(self.ends[1] - self.ends[0], 1e-300)
+        grid, (low, high) = self.grid.tolist(), self.band.clamp(min=floor).tolist()
+        axes.fill_between(grid, low, high, alpha=0.25, linewidth=0)
+        axes.plot(grid, self.density.clamp(min=floor).tolist(), linewidth=1.2)
+        axes.plot(self.outliers.tolist(), [floor] * len(self.outliers), "|", color="C3", markersize=10)
+        axes.set(yscale="log", xlabel="eigenvalue", ylabel="density", title=f"spectrum of {self.label}")
+        return axes.get_figure()  # type: ignore[return-value]
+
+    def __repr__(self) -> str:
+        low, high = self.ends
+        how = "exact" if self.probes == 0 else f"{self.probes} probes"
+        return (
+            f"Density({self.label}, {self.parameters:,} eigenvalues from {low:.4g} to {high:.4g}, "
+            f"{len(self.outliers)} outliers, {how})"
+        )
+
+
+@full_precision
+def density(
+    curvature: Curvature | Problem,
+    probes: int = 10,
+    steps: int = 80,
+    *,
+    width: float | None = None,
+    points: int = POINTS,
+    seed: int = 0,
+) -> Density:
+    """The spectral density of the whole matrix.
+
+    Args:
+        curvature: a curvature, or a Problem, for its whole Hessian.
+        probes: random vectors; a Kronecker curvature takes none.
+        steps: products for each of them.
+        width: standard deviation of the Gaussian that smooths `density`; a 250th of the range by default.
+        points: of the grid.
+        seed: of the probes.
+
+    >>> import curvlab
+    >>> model = torch.nn.Linear(3, 2)
+    >>> problem = curvlab.Problem(model, "cross-entropy", torch.randn(8, 3), torch.tensor([0, 1] * 4))
+    >>> found = curvlab.density(curvlab.estimate("fisher", problem))
+    >>> found.probes, round(float(found.weights.sum()), 4), len(found.nodes)
+    (0, 1.0, 8)
+    """
+    found = curvature_of(curvature, "density")
+    if probes < 2 or steps < 2 or points < 2:
+        raise SpecError(f"probes={probes}, steps={steps}, points={points}: each must be at least 2")
+    matrix = found.matrix
+    if matrix.basis is not None:
+        nodes, weights = _all_eigenvalues(matrix.basis)
+        top = nodes.topk(min(DEFLATED, len(nodes))).values
+        per_probe, used = weights[None], 0
+    else:
+        top, nodes, per_probe = _estimated(matrix, probes, steps, seed)
+        weights, used = per_probe.mean(0), probes
+    grid, smooth = _smoother(nodes, width, points)
+    curves = torch.stack([smooth(one) for one in per_probe])
+    middle = curves.mean(0)
+    error = curves.std(0) / sqrt(len(curves)) if len(curves) > 1 else torch.zeros_like(middle)
+    band = torch.stack([(middle - 2 * error).clamp(min=0), middle + 2 * error])
+    return Density(found.provider, grid, middle, band, nodes, weights, _outliers(top), used, matrix.size)
+
+
+def _all_eigenvalues(basis: Eigenbasis) -> tuple[Tensor, Tensor]:
+    """Every eigenvalue, one that is repeated at a block's shift once, with its share."""
+    values, counts = [], []
+    for block in basis.blocks.values():
+        own = block.values
+        values.append(own)
+        counts.append(torch.ones_like(own))
+        if block.further:
+            values.append(own.new_full((1,), block.shift))
+            counts.append(own.new_full((1,), float(block.further)))
+    count = torch.cat(counts)
+    return torch.cat(values), count / count.sum()
+
+
+def _estimated(matrix: SymmetricMatrix, probes: int, steps: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The largest eigenvalues, all nodes, and the weights of the nodes for each probe, (probes, nodes)."""
+    size, like = matrix.size, matrix.like
+    tol = DEFLATION_TOL if like.dtype == torch.float64 else 1e-4
+    found = eigenpairs(
+        matrix.product,
+        size,
+        min(DEFLATED, size // 4),
+        "largest",
+        like=like,
+        tol=tol,
+        max_products=DEFLATION_PRODUCTS,
+        seed=seed,
+    )
+    good = found.residuals <= 1e-3 * found.values.abs()
+    count = int(good.int().cumprod(0).sum())  # the leading ones: no gap may hide one that was not found
+    top, vectors = found.values[:count], found.vectors[:count]
+
+    def outside(rows: Tensor) -> Tensor:
+        return rows - (rows @ vectors.T) @ vectors
+
+    def product(rows: Tensor) -> Tensor:
+        return outside(matrix.product(outside(rows)))
+
+    starts = outside(gaussian_rows(probes, size, like, seed + 1))
+    runs, keep = runs_at_once(matrix, steps)
+    pairs = [
+        quadrature(lanczos(product, part, min(steps, size - count), keep=keep)) for part in starts.split(runs)
+    ]
+    nodes, weights = (torch.cat(one) for one in zip(*pairs, strict=True))
+    share = (size - count) / size
+    # Each probe has nodes of its own: row i holds the weights of probe i's, and zeros elsewhere.
+    own = share * torch.block_diag(*weights)
+    heads = like.new_full((probes, count), 1 / size)
+    return top, torch.cat([top, nodes.flatten()]), torch.cat([heads, own], 1)
+
+
+def _outliers(top: Tensor) -> Tensor:
+    """The values before the widest relative gap behind the second one."""
+    ordered = top.sort(descending=True).values
+    if len(ordered) < 3 or float(ordered[1]) <= 0:
+        return ordered[:1]
+    values = ordered[ordered > 0]
+    gaps = (values[1:-1] - values[2:]) / values[1:-1]
+    return values[: 2 + int(gaps.argmax())] if len(gaps) else values
+
+
+def _smoother(nodes: Tensor, width: float | None, points: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """The grid, and what turns the weights of the nodes into a smooth density on it."""
+    low, high = float(nodes.min()), float(nodes.max())
+    spread = high - low or max(abs(high), 1.0)
+    sigma = spread / NARROW if width is None else width
+    grid = torch.linspace(low - 4 * sigma, high + 4 * sigma, points, dtype=nodes.dtype, device=nodes.device)
+    step = float(grid[1] - grid[0])
+    # Each node is shared by the two points around it, so that millions of them cost one pass.
+    place = ((nodes - grid[0]) / step).clamp(0, points - 1.001)
+    left = place.floor().long()
+    right_share = place - left
+    kernel = torch.exp(-0.5 * ((grid[:, None] - grid) / sigma).square()) / (sigma * sqrt(2 * pi))
+
+    def smooth(weights: Tensor) -> Tensor:
+        counts = torch.zeros_like(grid)
+        counts.index_add_(0, left, weights * (1 - right_share))
+        counts.index_add_(0, left + 1, weights * right_share)
+        return kernel @ counts
+
+    return grid, smooth

@@ -1,0 +1,155 @@
+"""Multiples, sums and selections of a curvature's layers: one small rule for each form of layer.
+
+c (A ⊗ B) = A ⊗ (cB)                  a multiple keeps its Kronecker factors
+A₁ ⊗ B₁ + A₂ ⊗ B₂                     a sum has none: it is known by its products, and by its blocks'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from functools import singledispatch
+
+import torch
+
+from curvlab.curvature_layers import (
+    KroneckerLayer,
+    KroneckerPart,
+    LayerCurvature,
+    OperatorLayer,
+    PlainLayer,
+    SharedLayer,
+    Summand,
+    TiedLayer,
+)
+from curvlab.linalg import (
+    Block,
+    DenseFactor,
+    DiagonalFactor,
+    Factor,
+    FactorBlock,
+    GramFactor,
+    ScaledBlock,
+    SumBlock,
+)
+
+__all__ = ["add_layers", "scale_factor", "scale_layer", "select_layer"]
+
+
+def scale_factor(factor: Factor, scale: float) -> Factor:
+    """cF, in the same form where c allows it.
+
+    >>> round(scale_factor(GramFactor(torch.ones(1, 2), torch.ones(1)), 4.0).trace().item(), 4)
+    8.0
+    """
+    if isinstance(factor, DiagonalFactor):
+        return DiagonalFactor(scale * factor.values)
+    if isinstance(factor, GramFactor) and scale >= 0:
+        return GramFactor(factor.rows, factor.root * scale**0.5)
+    return DenseFactor(scale * factor.to_dense())
+
+
+def _scale_part(part: KroneckerPart, scale: float) -> KroneckerPart:
+    return KroneckerPart(scale_factor(part.output, scale), part.inputs)
+
+
+@singledispatch
+def scale_layer(layer: LayerCurvature, scale: float) -> LayerCurvature:
+    """The layer of c C."""
+    raise TypeError(f"no rule to multiply a layer of the kind {type(layer).__name__}")
+
+
+@scale_layer.register
+def _(layer: KroneckerLayer, scale: float) -> LayerCurvature:
+    return replace(layer, output=scale_factor(layer.output, scale))
+
+
+@scale_layer.register
+def _(layer: SharedLayer, scale: float) -> LayerCurvature:
+    parts = tuple(_scale_part(part, scale) for part in layer.parts)
+    return replace(layer, parts=parts, mean_output=scale_factor(layer.mean_output, scale))
+
+
+@scale_layer.register
+def _(layer: PlainLayer, scale: float) -> LayerCurvature:
+    return replace(layer, factor=scale_factor(layer.factor, scale))
+
+
+@scale_layer.register
+def _(layer: TiedLayer, scale: float) -> LayerCurvature:
+    summands = (
+        Summand(one.view, tuple(_scale_part(part, scale) for part in one.parts)) for one in layer.summands
+    )
+    return replace(layer, summands=tuple(summands))
+
+
+@scale_layer.register
+def _(layer: OperatorLayer, scale: float) -> LayerCurvature:
+    output = None if layer.output is None else scale_factor(layer.output, scale)
+    blocks = {name: scale_block(block, scale) for name, block in layer.operators.items()}
+    return replace(layer, operators=blocks, output=output)
+
+
+def scale_block(block: Block, scale: float) -> Block:
+    """The block of c C."""
+    if isinstance(block, FactorBlock):
+        return FactorBlock(scale_factor(block.factor, scale), block.parameter_shape)
+    return ScaledBlock(block, scale)
+
+
+@singledispatch
+def select_layer(layer: LayerCurvature, names: Collection[str]) -> LayerCurvature | None:
+    """The layer with the parameters among `names` alone; None where it has none of them."""
+    return layer if set(layer.blocks) <= set(names) else None
+
+
+@select_layer.register
+def _(layer: KroneckerLayer, names: Collection[str]) -> LayerCurvature | None:
+    weight, bias = _chosen(layer.weight_name, names), _chosen(layer.bias_name, names)
+    return None if weight is bias is None else replace(layer, weight_name=weight, bias_name=bias)
+
+
+@select_layer.register
+def _(layer: SharedLayer, names: Collection[str]) -> LayerCurvature | None:
+    weight, bias = _chosen(layer.weight_name, names), _chosen(layer.bias_name, names)
+    if weight is None and bias is None:
+        return None
+    if weight is None:
+        return replace(layer, weight_name=None, bias_name=bias, view=None, parts=())
+    return replace(layer, bias_name=bias)
+
+
+@select_layer.register
+def _(layer: OperatorLayer, names: Collection[str]) -> LayerCurvature | None:
+    blocks = {name: block for name, block in layer.operators.items() if name in names}
+    if not blocks:
+        return None
+    weight, bias = _chosen(layer.weight_name, names), _chosen(layer.bias_name, names)
+    return replace(layer, operators=blocks, weight_name=weight, bias_name=bias)
+
+
+def _chosen(name: str | None, names: Collection[str]) -> str | None:
+    return name if name in names else None
+
+
+def add_layers(layer: LayerCurvature, others: Mapping[str, Block]) -> OperatorLayer:
+    """The layer whose blocks are its own and those of `others` by the same names, added."""
+    blocks = {name: _add_blocks(block, others[name]) for name, block in layer.blocks.items()}
+    return OperatorLayer(layer.name, blocks, weight_name=layer.weight_name, bias_name=layer.bias_name)
+
+
+def _add_blocks(left: Block, right: Block) -> Block:
+    if isinstance(left, FactorBlock) and isinstance(right, FactorBlock):
+        return FactorBlock(_add_factors(left.factor, right.factor), left.parameter_shape)
+    return SumBlock((left, right))
+
+
+def _add_factors(left: Factor, right: Factor) -> Factor:
+    """F₁ + F₂: rows of both where they stay fewer than columns, a diagonal, else the dense sum."""
+    if isinstance(left, DiagonalFactor) and isinstance(right, DiagonalFactor):
+        return DiagonalFactor(left.values + right.values)
+    if isinstance(left, GramFactor) and isinstance(right, GramFactor):
+        rows = torch.cat([left.rows, right.rows])
+        if rows.shape[0] < rows.shape[1]:
+            return GramFactor(rows, torch.cat([left.root, right.root]))
+    return DenseFactor(left.to_dense() + right.to_dense())

@@ -1,0 +1,135 @@
+"""The page of `curvlab spectrum`: density, largest eigenvalues, layers, trace and negative mass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+from matplotlib.axes import Axes
+
+from curvlab.report.content import Answer, Content, Drawing, Section
+from curvlab.report.figures.axes import dress, get_axes, log_axis
+from curvlab.report.numbers import digits
+from curvlab.report.tables import Entry, Table, mapping_table
+from curvlab.report.theme import Look
+from curvlab.report.write import write_pages
+from curvlab.studies.small.spectra import SpectrumStudy
+
+__all__ = ["spectrum_content", "write_spectrum"]
+
+FACTS = ("arch", "model", "data", "criterion", "batch", "provider", "checkpoint", "dtype")
+
+
+def write_spectrum(study: SpectrumStudy, folder: str | Path) -> Path:
+    """The frames as CSV files and the page, spectrum.html; returns the path of the page."""
+    study.write_frames(folder)
+    return write_pages(spectrum_content(study), folder, "spectrum")
+
+
+def spectrum_content(study: SpectrumStudy) -> Content:
+    """What the page says."""
+    config = {key: value for key, value in study.config.items() if value is not None}
+    return Content(
+        title="What does the spectrum look like?",
+        facts=tuple((key, str(config[key])) for key in FACTS if key in config),
+        answer=_answer(study),
+        sections=(_density(study), _eigenvalues(study), _layers(study), _measures(study)),
+        look=lambda theme: Look.of([study.top.label], theme=theme),
+        names=(),
+    )
+
+
+def _answer(study: SpectrumStudy) -> Answer:
+    top, outliers = float(study.top.eigenvalues[0]), len(study.density.outliers)
+    error = study.trace.standard_error
+    sharpest = max(study.layers, key=lambda name: float(study.layers[name].eigenvalues[0]))
+    exact = "exact" if study.trace.probes == 0 else f"± {error:.2g}"
+    return Answer(
+        f"The largest eigenvalue is {digits(top, 4)}; {outliers} stand apart from the others",
+        (
+            f"The trace is {digits(float(study.trace), 4)} ({exact}) over {study.parameters:,} parameters. "
+            f"{study.density.negative_mass:.1%} of the eigenvalues are negative, the smallest is "
+            f"{digits(study.smallest, 4)}. The sharpest layer is `{sharpest}`.",
+        ),
+    )
+
+
+def _density(study: SpectrumStudy) -> Section:
+    how = "exact, from its factors" if study.density.probes == 0 else f"{study.density.probes} probes"
+
+    def draw(look: Look) -> Axes:
+        axes, found = get_axes(None, 7.2, 3.4), study.density
+        colour = look.theme.series[0]
+        floor = 0.5 / study.parameters / max(found.ends[1] - found.ends[0], 1e-300)
+        grid, (low, high) = found.grid.tolist(), found.band.clamp(min=floor).tolist()
+        axes.fill_between(grid, low, high, color=colour, alpha=0.25, linewidth=0)
+        axes.plot(grid, found.density.clamp(min=floor).tolist(), color=colour, linewidth=1.3)
+        marks = found.outliers.tolist()
+        axes.plot(marks, [floor] * len(marks), "|", color=look.theme.series[1], markersize=10)
+        axes.set(xlabel="eigenvalue", ylabel="density")
+        log_axis(axes, "y")
+        return dress(axes, look)
+
+    caption = f"Spectral density ({how}), with two standard errors; marks: the outliers."
+    return Section(
+        "density", "Density", drawings=(Drawing("density", caption, draw),), links=(("data", "density.csv"),)
+    )
+
+
+def _eigenvalues(study: SpectrumStudy) -> Section:
+    def draw(look: Look) -> Axes:
+        axes = get_axes(None, 7.2, 3.0)
+        values = study.top.eigenvalues.tolist()
+        axes.plot(range(1, len(values) + 1), values, "o", color=look.theme.series[0], markersize=4)
+        axes.set(xlabel="number", ylabel="eigenvalue")
+        return dress(axes, look)
+
+    return Section(
+        "eigenvalues",
+        "Largest eigenvalues",
+        text="Each with its true residual, ‖Cv - λv‖.",
+        drawings=(Drawing("eigenvalues", "The largest eigenvalues, in order.", draw),),
+        tables=(_table("Largest eigenvalues", study.top.frame()),),
+        links=(("data", "eigenvalues.csv"),),
+    )
+
+
+def _layers(study: SpectrumStudy) -> Section:
+    frame = study.layers.frame()
+
+    def draw(look: Look) -> Axes:
+        axes = get_axes(None, 7.2, 1.0 + 0.32 * len(frame))
+        axes.barh(frame["layer"], frame["eigenvalue"], color=look.theme.series[0])
+        axes.invert_yaxis()
+        axes.set(xlabel="largest eigenvalue of the layer's block")
+        return dress(axes, look, grid="x")
+
+    return Section(
+        "layers",
+        "Layer sharpness",
+        drawings=(Drawing("layers", "The largest eigenvalue of each layer's own block.", draw),),
+        tables=(_table("Layers", frame),),
+        links=(("data", "layers.csv"),),
+    )
+
+
+def _measures(study: SpectrumStudy) -> Section:
+    return Section(
+        "measures",
+        "Measures of the whole matrix",
+        tables=(_table("Measures", study.measures()),),
+        folded=(mapping_table("Settings", study.config),),
+        links=(("data", "measures.csv"),),
+    )
+
+
+def _table(caption: str, frame: pd.DataFrame) -> Table:
+    numeric = tuple(pd.api.types.is_numeric_dtype(frame[name]) for name in frame)
+    rows = tuple(tuple(_entry(value) for value in row) for row in frame.itertuples(index=False, name=None))
+    return Table(caption, tuple(str(name).replace("_", " ") for name in frame), numeric, rows)
+
+
+def _entry(value: object) -> Entry:
+    if isinstance(value, int | float):
+        return Entry(f"{value:,}" if isinstance(value, int) else digits(value, 5), float(value))
+    return Entry(str(value))

@@ -1,0 +1,152 @@
+"""`curvlab spectrum`: everything about the spectrum of one curvature of one setup, as frames.
+
+eigenvalues   the k largest, with true residuals      layers    the largest of each layer's block
+density       on a grid, with its band                measures  trace, negative mass, outliers, the ends
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from curvlab.analysis.density import Density, density
+from curvlab.analysis.spectrum import LayerSpectra, Spectrum, spectrum
+from curvlab.curvature import Curvature
+from curvlab.exceptions import SpecError
+from curvlab.files import write_text_atomic
+from curvlab.linalg.estimators import Estimate
+from curvlab.problem import Problem
+from curvlab.providers.estimate import estimate
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from curvlab.studies.setup import Setup
+
+__all__ = ["SpectrumStudy", "load_weights", "run_spectrum", "study_spectrum"]
+
+TRACE_PROBES = 30
+
+
+@dataclass(frozen=True, eq=False)
+class SpectrumStudy:
+    """The spectrum of a curvature, from every side; `config` says of what."""
+
+    config: dict[str, Any]
+    top: Spectrum
+    smallest: float
+    density: Density
+    layers: LayerSpectra
+    trace: Estimate
+    parameters: int
+
+    @property
+    def frames(self) -> dict[str, pd.DataFrame]:
+        """The frames by the name of their file: eigenvalues, density, layers, measures."""
+        return {
+            "eigenvalues": self.top.frame(),
+            "density": self.density.frame(),
+            "layers": self.layers.frame(),
+            "measures": self.measures(),
+        }
+
+    def measures(self) -> pd.DataFrame:
+        """One row per measure of the whole matrix: its value and its standard error."""
+        import pandas as pd
+
+        error = self.trace.standard_error
+        rows = [
+            ("trace", float(self.trace), error),
+            ("mean eigenvalue", float(self.trace) / self.parameters, float(error) / self.parameters),  # type: ignore[arg-type]
+            ("largest eigenvalue", float(self.top.eigenvalues[0]), 0.0),
+            ("smallest eigenvalue", self.smallest, 0.0),
+            ("negative mass", self.density.negative_mass, 0.0),
+            ("outliers", float(len(self.density.outliers)), 0.0),
+            ("parameters", float(self.parameters), 0.0),
+        ]
+        return pd.DataFrame(rows, columns=["measure", "value", "standard_error"])
+
+    def write_frames(self, folder: str | Path) -> list[Path]:
+        """Every frame as a CSV file in `folder`; returns their paths."""
+        paths = []
+        for name, frame in self.frames.items():
+            path = Path(folder) / f"{name}.csv"
+            write_text_atomic(path, frame.to_csv(index=False))
+            paths.append(path)
+        return paths
+
+
+def study_spectrum(
+    curvature: Curvature,
+    config: dict[str, Any] | None = None,
+    *,
+    k: int = 20,
+    probes: int = 10,
+    steps: int = 80,
+    seed: int = 0,
+) -> SpectrumStudy:
+    """The spectrum of a curvature, from every side.
+
+    >>> import curvlab
+    >>> problem = curvlab.Problem(
+    ...     torch.nn.Linear(3, 2), "cross-entropy", torch.randn(8, 3), torch.tensor([0, 1] * 4)
+    ... )
+    >>> sorted(study_spectrum(curvlab.estimate("fisher", problem), k=3).frames)
+    ['density', 'eigenvalues', 'layers', 'measures']
+    """
+    found = density(curvature, probes, steps, seed=seed)
+    top = spectrum(curvature, k, seed=seed)
+    if curvature.matrix_free:
+        trace = curvature.trace(estimator="hutch++", probes=TRACE_PROBES, seed=seed)
+    else:
+        trace = curvature.trace(probes=TRACE_PROBES)
+    layers = spectrum(curvature, 1, by="layer", seed=seed)
+    return SpectrumStudy(config or {}, top, found.ends[0], found, layers, trace, curvature.numel)
+
+
+def run_spectrum(
+    setup: Setup,
+    provider: str = "hessian[full=true]",
+    *,
+    checkpoint: str | Path | None = None,
+    k: int = 20,
+    probes: int = 10,
+    steps: int = 80,
+) -> SpectrumStudy:
+    """The study of a setup by name; `checkpoint` is a file with the model's state."""
+    resolved = setup.resolve()
+    problem = resolved.build_problem()
+    if checkpoint is not None:
+        problem = load_weights(problem, checkpoint)
+    config = {
+        **resolved.fields(),
+        "provider": provider,
+        "checkpoint": None if checkpoint is None else str(checkpoint),
+        "k": k,
+        "probes": probes,
+        "steps": steps,
+    }
+    curvature = estimate(provider, problem)
+    return study_spectrum(curvature, config, k=k, probes=probes, steps=steps, seed=resolved.seed)
+
+
+def load_weights(problem: Problem, path: str | Path) -> Problem:
+    """The problem with its model's state read from a file that torch.save wrote."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise SpecError(f"checkpoint `{path}` cannot be read: {error}") from error
+    for key in ("model", "state_dict", "model_state_dict"):
+        if isinstance(state, dict) and isinstance(state.get(key), dict):
+            state = state[key]
+    try:
+        problem.model.load_state_dict(state)
+    except (RuntimeError, TypeError, AttributeError) as error:
+        raise SpecError(
+            f"checkpoint `{path}` is not the state of this model ({error}). Save it with "
+            f"torch.save(model.state_dict(), path)"
+        ) from error
+    return problem
