@@ -22,7 +22,9 @@ FAST       := not slow and not long
 ASV_QUICK  := $(ONE_THREAD) $(BIN)/asv run --quick --show-stderr --python=same
 # What `make bench` runs, as regular expressions over names with parameters: costs on the networks that
 # take milliseconds, the memory of a step on the one that takes seconds, and ratios on both.
-BENCH  ?= ^(?!.*(accelerator|imagenet10|Ratio)) Step.track_peak_bytes.*imagenet10.*cpu
+BENCH  ?= ^(?!.*(accelerator|imagenet10|Ratio|networks)) Step.track_peak_bytes.*imagenet10.*cpu $(NETWORKS)
+# One pair on networks of every kind.
+NETWORKS := networks.*fisher\W..(.ea-cg...)?.(fcnn|cnn|resnet8|vit-tiny|gpt-nano)....cross-entropy.*cpu
 RATIOS ?= (narrow|cifar10).*cpu SGDRatio.*pch-1.*imagenet10.*cpu
 say = @printf '==> %s\n'
 

@@ -17,6 +17,7 @@ import torch._dynamo
 from torch import Tensor, nn
 
 from curvlab import Curvature, Gradient, Problem
+from curvlab.architectures import architecture
 from curvlab.curvature_layers import KroneckerLayer
 from curvlab.gradient import RowGradient
 from curvlab.linalg import Factor
@@ -29,6 +30,14 @@ ARCHITECTURES = {
     "narrow": "digits-fcnn",
     "cifar10-fcnn": "cifar10-fcnn",
     "imagenet10-fcnn": "imagenet10-fcnn",
+}
+# Networks of other kinds, on drawn inputs and targets of the shapes they take.
+NETWORKS = {
+    "fcnn": "digits-fcnn",
+    "cnn": "cnn",
+    "resnet8": "resnet8[norm=none,activation=silu]",
+    "vit-tiny": "vit-tiny",
+    "gpt-nano": "gpt-nano",
 }
 FEATURES = {"narrow": 64, "cifar10-fcnn": 3072, "imagenet10-fcnn": 150_528}
 REGRESSION = ("mse", "tukey")
@@ -70,6 +79,8 @@ class Case:
 @lru_cache(maxsize=1)
 def problem_of(case: Case) -> Problem:
     """The problem of a case; the last one is kept, because asv sets up again before every sample."""
+    if case.architecture in NETWORKS:
+        return _drawn_problem(case)
     return Setup(
         arch=ARCHITECTURES[case.architecture],
         activation=case.activation,
@@ -79,6 +90,30 @@ def problem_of(case: Case) -> Problem:
         device=str(case.torch_device),
         dtype=case.dtype,
     ).build_problem()
+
+
+def _drawn_problem(case: Case) -> Problem:
+    """A network of `NETWORKS` on a batch of random inputs; tokens have a target each."""
+    chosen = architecture(NETWORKS[case.architecture])
+    generator = torch.Generator().manual_seed(0)
+    shape, outputs = chosen.sizes
+    tokens = chosen.input_kind == "tokens"
+    size = (case.batch, *shape)
+    x = (
+        torch.randint(outputs, size, generator=generator)
+        if tokens
+        else torch.randn(size, generator=generator)
+    )
+    targets = size if tokens else (case.batch,)
+    if case.criterion.partition("[")[0] in REGRESSION:
+        y = torch.randn(*targets, outputs, generator=generator)
+    else:
+        y = torch.randint(outputs, targets, generator=generator)
+    dtype: torch.dtype = getattr(torch, case.dtype)
+    place = {"device": case.torch_device}
+    model = chosen.build(seed=0).eval().to(dtype=dtype, **place)
+    x, y = (t.to(dtype=dtype, **place) if t.is_floating_point() else t.to(**place) for t in (x, y))
+    return Problem(model, case.criterion, x, y)
 
 
 def afresh(problem: Problem) -> Problem:

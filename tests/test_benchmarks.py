@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import curvlab
-from benchmarks import base, errors, plateau, providers, solvers, steps, workload
+from benchmarks import base, errors, networks, plateau, providers, solvers, steps, workload
 from curvlab.measure import device, stopwatch
 from curvlab.solvers import EACG
 
-MODULES = (errors, providers, solvers, steps)
+MODULES = (errors, networks, providers, solvers, steps)
 SUITES = [
     suite
     for module in MODULES
@@ -94,6 +94,44 @@ def test_ratios_are_measured_on_the_narrow_network(suite, monkeypatch):
     instance, values = suite(), narrow(suite)
     instance.setup(*values)
     assert instance.track_ratio(*values) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("architecture", "criterion"),
+    [*((name, "cross-entropy") for name in networks.ARCHITECTURES), ("cnn", "robust"), ("gpt-nano", "mse")],
+)
+def test_networks_of_every_kind_are_measured(architecture, criterion, monkeypatch):
+    monkeypatch.setattr(networks, "STEPS", 2)
+    where = (architecture, criterion, 4, "cpu")
+    step, error, loss = networks.Step(), networks.Error(), networks.Loss()
+    step.setup("fisher", "ea-cg", *where)
+    assert step.track_peak_bytes() > 0
+    error.setup("fisher", *where)
+    assert 0 < error.track_relative_error() < float("inf")
+    loss.setup("fisher", "kfi", *where)
+    start = float(loss.problem.loss())
+    assert loss.track_loss() not in (start, float("inf"))
+
+
+def test_a_pair_that_does_not_exist_is_skipped_with_its_reason():
+    with pytest.raises(NotImplementedError, match=r"hessian.*cg"):
+        networks.Step().setup("hessian", "kfi", "fcnn", "cross-entropy", 4, "cpu")
+    with pytest.raises(NotImplementedError, match="chain"):
+        networks.Step().setup("pch-1", "ea-cg", "cnn", "cross-entropy", 4, "cpu")
+
+
+def test_the_error_from_signs_is_that_of_the_matrices_in_the_mean(monkeypatch):
+    monkeypatch.setattr(networks, "PROBES", 400)
+    suite = networks.Error()
+    suite.setup("fisher", "fcnn", "cross-entropy", 4, "cpu")
+    wanted = ["2.bias", "4.weight", "4.bias"]
+    problem = curvlab.Problem(
+        suite.problem.model, "cross-entropy", *vars(next(suite.problem.batches())).values(), layers=wanted
+    )
+    suite.problem = problem
+    ours, exact = (curvlab.estimate(name, problem).to_dense() for name in ("fisher", "hessian"))
+    assert suite.track_relative_error() == pytest.approx(float((ours - exact).norm() / exact.norm()), rel=0.1)
 
 
 def test_iterations_and_loss_are_numbers_and_the_loss_falls():

@@ -79,7 +79,7 @@ def test_a_subclass_with_its_own_forward_is_a_function_of_its_own() -> None:
 
 
 def test_functions_and_modules_become_user_functions_with_their_name() -> None:
-    assert criterion_from(log_cosh) == FunctionCriterion(log_cosh, name="log_cosh")
+    assert criterion_from(log_cosh) == FunctionCriterion(log_cosh, name="log_cosh", batched=log_cosh)
     assert criterion_from(nn.SmoothL1Loss()).name == "SmoothL1Loss"
 
 

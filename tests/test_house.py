@@ -125,8 +125,9 @@ def test_old_names_of_a_problem_work_and_warn(instances: dict[str, object], name
     assert [Path(one.filename).name for one in caught] == [Path(__file__).name]
 
 
-# Files that one call may enter, counted by `python -m benchmarks.walk`.
-FILES_ENTERED = {"problem": 10, "estimate": 15}
+# Files that one call may enter, counted by `python -m benchmarks.walk`. A problem of one batch records it and
+# compares the recording with the model's own gradients, which `estimate` then finds done.
+FILES_ENTERED = {"problem": 23, "estimate": 17}
 
 
 @pytest.mark.slow

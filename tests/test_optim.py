@@ -63,6 +63,38 @@ def test_a_step_adds_lr_times_the_direction(provider, solver):
     assert_moved(model, before, {name: 0.3 * step for name, step in d.items()})
 
 
+class SharedWeights(nn.Module):
+    """Positions, a grouped convolution and an embedding; with `tied` also a matrix that is both ends."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(5, 4)
+        self.mix = nn.Conv1d(4, 4, 3, padding=1, groups=2)
+        self.head = nn.Linear(4, 5, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.mix(self.tokens(x).mT)).mT)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("solver", ["ea-cg", "sm-kfi"])
+@pytest.mark.parametrize("provider", ["fisher[kind=mc]", "gauss-newton[kind=rows]", "fisher[positions=2]"])
+def test_a_step_with_the_mean_input_factor_is_that_of_the_provider_as_it_was_given(provider, solver, tied):
+    torch.manual_seed(0)
+    model = SharedWeights(tied).double()
+    x, y = torch.randint(5, (6, 3)), torch.randint(5, (6, 3))
+    problem = curvlab.Problem(model, "cross-entropy", x, y)
+    expected = curvlab.solve(solver, curvlab.estimate(provider, problem), problem.gradient(), alpha=0.05)
+    found = []
+    optimizer = SecondOrder(model, "cross-entropy", provider, solver, alpha=0.05)
+    optimizer.on_solution = found.append
+    optimizer.step(x, y)
+    for name, direction in expected.direction.items():
+        torch.testing.assert_close(found[0].direction[name], direction, rtol=1e-10, atol=1e-14)
+
+
 def test_a_step_returns_the_loss_before_it_and_leaves_grad_alone():
     model, (x, y) = network(5, 4, 3), batch(0)
     for p in model.parameters():

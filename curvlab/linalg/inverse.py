@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from curvlab.linalg.factors import DiagonalFactor, Factor, GramFactor, RankOneFactor
+from curvlab.linalg.precision import FullPrecision
 
 __all__ = [
     "DenseInverse",
@@ -98,7 +99,7 @@ def cholesky_multiply(lower: Tensor, x: Tensor) -> Tensor:
     return torch.cholesky_inverse(lower) @ x
 
 
-class ShiftedInverse(ABC):
+class ShiftedInverse(FullPrecision, ABC):
     """x ↦ (F + τI)⁻¹ x for one factor F and one τ."""
 
     @abstractmethod

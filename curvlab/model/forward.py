@@ -25,9 +25,10 @@ from curvlab.exceptions import ProblemError
 from curvlab.measure import device
 from curvlab.model.calling import Inputs, example_count, tensors_of
 from curvlab.model.chain import ChainReader, ReadChain
+from curvlab.model.float_copy import in_float
 from curvlab.model.graph import Network
 from curvlab.model.layers import Chain, Layer, WatchedUses, layers_of
-from curvlab.model.watch import Watch
+from curvlab.model.watch import Watch, leaves_behind
 
 __all__ = ["Forward", "check_finite", "run_forward"]
 
@@ -81,6 +82,8 @@ def run_forward(network: Network, inputs: Inputs, *, sequences_first: bool = Fal
             f"the model returned logits of shape {tuple(logits.shape)} for {examples} examples; expected the "
             f"examples in the first dimension"
         )
+    if network.copied is not None:
+        network.copied.check_own(leaves_behind(logits))
     watched = WatchedUses.of(watch.uses, watch.unknown, network.parameters)
     read, reason = _result(network, reader, logits)
     return Forward(network, examples, logits, watch.token, watched, tuple(watch.calls), read, reason)
@@ -91,11 +94,11 @@ def _identities(network: Network) -> set[int]:
 
 
 def _usable(inputs: Inputs) -> Inputs:
-    """The inputs without a graph; autograd cannot save what was made in inference mode, but a copy of it."""
+    """The inputs without a graph, as the model is called with them."""
 
     def usable(tensor: Tensor) -> Tensor:
         with torch.inference_mode(False):
-            return tensor.clone() if tensor.is_inference() else tensor.detach()
+            return in_float(tensor.clone() if tensor.is_inference() else tensor.detach())
 
     whole: Any = dict(inputs) if isinstance(inputs, Mapping) else inputs
     found: Inputs = pytree.tree_map_only(Tensor, usable, whole)

@@ -23,6 +23,7 @@ from torch import Tensor
 from curvlab.criteria import Criterion
 from curvlab.exceptions import ProblemError
 from curvlab.linalg import GramFactor
+from curvlab.linalg.precision import FullPrecision
 from curvlab.measure import device
 from curvlab.model.calling import Inputs, tensors_of
 from curvlab.model.forward import Forward, check_finite, run_forward
@@ -53,7 +54,7 @@ class LayerRecord:
 
 
 @dataclass(frozen=True, eq=False)
-class Recording(ABC):
+class Recording(FullPrecision, ABC):
     """A batch as the model and the criterion saw it."""
 
     network: Network
@@ -403,6 +404,8 @@ class GraphRecording(Recording):
 
     def _weigh(self, weights: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Σ_i w_i ∇ξ_i by parameter, but the rows g_i of the Linear layers as they are, by their names."""
+        # Equal weights are a factor of the sum: nothing of the rows' size need be multiplied.
+        equal = weights is self.row_weights and self.terms.equal_weights
         gradients: dict[str, Tensor] = {}
         rows: dict[str, Tensor] = {}
 
@@ -415,7 +418,9 @@ class GraphRecording(Recording):
                 return
             arrived = use.output_rows(gradient)
             if layer.weight_name is not None:
-                value = use.gradient(arrived, _shape_of(layer.weight, view.rows), weights)
+                shape = _shape_of(layer.weight, view.rows)
+                value = use.gradient(arrived, shape, None if equal else weights)
+                value = value.mul_(weights[0]) if equal else value
                 _add_rows(gradients, layer.weight_name, layer.weight, view.rows, value)
             if layer.bias_name is not None and layer.bias is not None:
                 value = weights @ arrived.sum(1).flatten(1)

@@ -22,6 +22,7 @@ from torch import Tensor
 from curvlab.criteria import Criterion
 from curvlab.exceptions import NoRowsError, ProblemError
 from curvlab.measure import device
+from curvlab.model.float_copy import in_float
 
 __all__ = ["AllWeightsZeroError", "LossTerms"]
 
@@ -60,6 +61,7 @@ class LossTerms:
 
         `torch_layout`: the criterion is a torch loss, whose classes are dimension 1 where both readings fit.
         """
+        targets = in_float(targets)
         classes_first = _classes_first(criterion, logits, targets, torch_layout)
         values = logits.detach()
         if classes_first:
@@ -94,9 +96,19 @@ class LossTerms:
         return self.logits.shape[1]
 
     @cached_property
+    def _given_weights(self) -> Tensor | None:
+        """What the criterion says of the terms' weights; None: all are 1."""
+        return self.criterion.weights(self.logits, self.targets)
+
+    @property
+    def equal_weights(self) -> bool:
+        """Whether all examples are known, without a look at values, to weigh the same."""
+        return self._given_weights is None
+
+    @cached_property
     def weights(self) -> Tensor:
         """c_ij, (B, T)."""
-        given = self.criterion.weights(self.logits, self.targets)
+        given = self._given_weights
         flat = self.logits.new_ones(len(self.logits)) if given is None else given
         if device.readable(flat) and not bool(flat.sum() > 0):
             raise AllWeightsZeroError

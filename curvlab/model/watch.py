@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from curvlab.model.bindings import bindings
 from curvlab.model.chain import ChainReader
 from curvlab.model.decompositions import DECOMPOSITIONS, NotDecomposedError
+from curvlab.model.double_backward import refuse_reentrant_checkpoint
 from curvlab.model.uses import Use
 
 __all__ = ["Listener", "ParameterView", "SeenUse", "Watch", "leaves_behind"]
@@ -211,6 +212,8 @@ class Watch(TorchFunctionMode):
                     for tensor in given
                     if id(tensor) not in known and tensor.requires_grad and self._is_constant(tensor)
                 ]
+        else:
+            refuse_reentrant_checkpoint(args, kwargs)
         if self._reader is not None:
             self._reader.follow(func, args, kwargs, output, overwritten)
         return output

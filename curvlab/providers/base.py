@@ -96,6 +96,10 @@ class Provider(ABC):
         if self.needs_chain:
             problem.require_chain(name)
 
+    def for_mean_input(self, problem: Problem) -> Provider:
+        """A provider of the same solutions for solvers with the mean input factor, perhaps at less cost."""
+        return self
+
 
 def kronecker_layers(
     context: Context, outputs: Sequence[Factor], inputs: Statistic = INPUTS

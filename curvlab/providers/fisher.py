@@ -12,7 +12,7 @@ moment of the examples' own gradients, in which terms are averaged first: smalle
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from curvlab.curvature import Curvature, Definiteness
@@ -68,6 +68,15 @@ class RowFields(Provider):
         """The fields that say how rows are made."""
         drawn = None if self.positions == "all" else self.positions
         return Sides(self.sharing, drawn, self.seed, self.max_factor, self.structure == "diagonal")
+
+    def for_mean_input(self, problem: Problem) -> Provider:
+        """With the mean input factor B is that of ḡ, so the rows of positions need not be summed up.
+
+        A tied matrix is the exception: its solvers take the diagonal of what `sharing` gives.
+        """
+        if self.structure != "kronecker" or any(layer.kind == "tied" for layer in problem.layers):
+            return self
+        return replace(self, sharing="reduce", positions="all")
 
     def row_notes(self, problem: Problem) -> tuple[str, ...]:
         """What is not as the fields say."""

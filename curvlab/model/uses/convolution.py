@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from curvlab.exceptions import ProblemError
+from curvlab.linalg.views import Layout
 from curvlab.model.uses.base import WeightUse, constant_value
 from curvlab.model.uses.patches import Patches
 
@@ -165,9 +166,12 @@ class ConvolutionUse(WeightUse):
         """The gradient of a weight with so many groups, from that at the output, as autograd computes it."""
         shape = (gradient.shape[1], images.shape[1] // groups, *self.kernel)
         none = (0,) * len(self.kernel)
-        padded = self._patches.padded(images)
+        if all(first == last >= 0 for first, last in self.padding):
+            padding = tuple(first for first, _ in self.padding)
+        else:
+            images, padding = self._patches.padded(images), none
         return _convolution_backward(
-            gradient, padded, shape, self.stride, none, self.dilation, False, none, groups
+            gradient, images, shape, self.stride, padding, self.dilation, False, none, groups
         )
 
     def input_second_moment(self, weights: Tensor) -> Tensor:
@@ -219,6 +223,10 @@ class TransposedConvolutionUse(ConvolutionUse):
 
     kind: ClassVar[str] = "transposed convolution"
     output_padding: tuple[int, ...] = ()
+
+    @property
+    def layout(self) -> Layout:
+        return "transposed-convolution"
 
     @classmethod
     def from_call(
