@@ -118,11 +118,11 @@ def _call(network: Network, inputs: Inputs, watch: Watch, reader: ChainReader | 
             return network.call(inputs, watch)
         except (ProblemError, torch.OutOfMemoryError):
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a forward must not end the process of a study
             raise _forward_failed(network, inputs, error) from error
 
 
-def _forward_failed(network: Network, inputs: Inputs, error: Exception) -> ProblemError:
+def _forward_failed(network: Network, inputs: Inputs, error: BaseException) -> ProblemError:
     """What to raise where the model's forward raises: by itself, or only when it is watched."""
     shapes = [tuple(tensor.shape) for tensor in tensors_of(inputs)]
     shown = shapes[0] if len(shapes) == 1 else shapes
@@ -130,7 +130,7 @@ def _forward_failed(network: Network, inputs: Inputs, error: Exception) -> Probl
     try:
         with torch.enable_grad(), _entered(network) as inside:
             network.call(inputs)
-    except Exception:
+    except (Exception, SystemExit):
         misfit = _misfit(inside[-1], inputs) if inside else None
         where = f" in layer `{inside[-1].name}`" if inside and inside[-1].name else ""
         return ProblemError(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 from torch import Tensor
 
@@ -46,9 +47,9 @@ class PCH(Provider):
     def __post_init__(self) -> None:
         check_choices(self)
         for field in ("gamma", "output_gamma"):
-            if not getattr(self, field) <= 0:
+            if not -inf < getattr(self, field) <= 0:
                 raise SpecError(
-                    f"{field}={getattr(self, field)} must be at most 0: it multiplies negative eigenvalues "
+                    f"{field}={getattr(self, field)} must be finite and at most 0: it multiplies negative eigenvalues "
                     f"(-1 takes absolute values, 0 clips)"
                 )
 

@@ -21,6 +21,7 @@ from tests.adversarial.outcomes import HangError, Judge, time_limit
 from tests.adversarial.workshop import make_workshop
 
 SUITE = "mistaken commands"
+pytestmark = pytest.mark.slow  # short each, long together
 MISTAKES = [(2, words, needles) for words, needles in USAGE.items()] + [
     (1, words, needles) for words, needles in FAILED.items()
 ]
@@ -109,7 +110,6 @@ SURROUNDINGS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full and /proc")
 @pytest.mark.parametrize("name", SURROUNDINGS)
 def test_a_command_in_hostile_surroundings_ends_with_a_sentence(

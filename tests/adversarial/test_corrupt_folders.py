@@ -21,6 +21,7 @@ from tests.adversarial.damage import DAMAGE, store_of
 from tests.adversarial.outcomes import HangError, Judge, time_limit
 
 SUITE = "damaged folders"
+pytestmark = pytest.mark.slow  # short each, long together
 DATA = "synthetic[features=5,classes=3,examples=30]"
 SMALL = ["--arch", "5-4-3", "--data", DATA, "--batch", "10", "--device", "cpu", "--quiet"]
 STUDY = f'data = "{DATA}"\narch = "5-4-3"\nepochs = 1\npairs = ["sgd"]\nlr = [0.1, 0.2]\nbatch = [10]\n'

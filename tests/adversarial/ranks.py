@@ -1,0 +1,160 @@
+"""Two ranks, the second of which differs in one thing: run by `test_ranks.py`, once for each rank.
+
+    python -m tests.adversarial.ranks RANK FOLDER
+
+Writes what each job came to on this rank, as JSON: {"job": [outcome, message, seconds]}, the outcome being
+`refused` (an error of curvlab's own), `answered` or `traceback`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import curvlab
+from curvlab.exceptions import CurvlabError
+from curvlab.optim import SecondOrder
+
+__all__ = ["AGREEING", "DIFFERENCES", "RAISING", "main"]
+
+OWN = "a hook of the user's own"
+TIMEOUT = timedelta(seconds=60)
+Job = Callable[[Any, bool], object]
+
+
+def batch(rank: int, rows: int = 6) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    inputs = torch.randn(rows, 5, generator=generator, dtype=torch.float64)
+    return inputs, torch.randint(3, (rows,), generator=generator)
+
+
+def network(activation: nn.Module | None = None, buffer: float = 0.0) -> nn.Module:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(5, 4), activation or nn.Tanh(), nn.Linear(4, 3)).double()
+    model.register_buffer("scale", torch.full((2,), buffer, dtype=torch.float64))
+    return model
+
+
+def solved(
+    group: Any,
+    model: nn.Module | None = None,
+    criterion: Any = "cross-entropy",
+    provider: str = "fisher",
+    solver: str = "kfi",
+    **damping: Any,
+) -> object:
+    """A joint gradient, curvature and step."""
+    problem = curvlab.Problem(model or network(), criterion, *batch(group.rank()))
+    slope = problem.gradient(process_group=group)
+    matrix = curvlab.estimate(provider, problem, process_group=group)
+    options = damping or {"alpha": 0.1}
+    return curvlab.solve(solver, matrix, slope, process_group=group, **options).direction["0.weight"]
+
+
+def other_weights(group: Any, differs: bool) -> object:
+    model = network()
+    if differs:
+        with torch.no_grad():
+            model[0].weight[0, 0] += 0.5
+    return solved(group, model)
+
+
+DIFFERENCES: dict[str, Job] = {
+    "weights": other_weights,
+    "a buffer": lambda group, differs: solved(group, network(buffer=float(differs))),
+    "an activation": lambda group, differs: solved(group, network(nn.Sigmoid() if differs else nn.Tanh())),
+    "a setting of an activation": lambda group, differs: solved(
+        group, network(nn.LeakyReLU(0.3 if differs else 0.1))
+    ),
+    "a criterion": lambda group, differs: solved(group, criterion="robust" if differs else "cross-entropy"),
+    "a setting of a criterion": lambda group, differs: solved(
+        group, criterion=nn.CrossEntropyLoss(label_smoothing=0.1 if differs else 0.0)
+    ),
+    "a provider": lambda group, differs: solved(group, provider="gauss-newton" if differs else "fisher"),
+    "gamma": lambda group, differs: solved(group, provider=f"pch[gamma={-0.5 if differs else -1}]"),
+    "alpha": lambda group, differs: solved(group, alpha=0.2 if differs else 0.1),
+    "a kind of damping": lambda group, differs: solved(
+        group, damping=curvlab.Additive(0.1) if differs else curvlab.Mixed(0.1)
+    ),
+    "a solver": lambda group, differs: solved(group, solver="cg" if differs else "kfi"),
+    "a setting of a solver": lambda group, differs: solved(
+        group, solver=f"cg[max_iter={3 if differs else 9}]"
+    ),
+}
+
+
+def stepped(group: Any, change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> object:
+    model = network()
+    optimizer = SecondOrder(model, "cross-entropy", lr=0.1, process_group=group)
+    inputs, targets = batch(group.rank())
+    optimizer.step(inputs, targets)
+    return optimizer.step(*change(inputs, targets))
+
+
+def hook_raises(group: Any, raises: bool) -> object:
+    model = network()
+    optimizer = SecondOrder(model, "cross-entropy", lr=0.1, process_group=group)
+    optimizer.step(*batch(group.rank()))
+
+    def fail(*given: Any) -> None:
+        raise KeyError(OWN)
+
+    if raises:
+        model[0].register_forward_hook(fail)
+    return optimizer.step(*batch(group.rank()))
+
+
+RAISING: dict[str, Job] = {
+    "a bad label in a step": lambda group, raises: stepped(group, lambda x, y: (x, y + 7 if raises else y)),
+    "inputs that are not finite in a step": lambda group, raises: stepped(
+        group, lambda x, y: (x / 0 if raises else x, y)
+    ),
+    "a batch of another width in a step": lambda group, raises: stepped(
+        group, lambda x, y: (x[:, :3] if raises else x, y)
+    ),
+    "a hook that raises": hook_raises,
+}
+
+AGREEING: dict[str, Job] = {"nothing at all": lambda group, differs: solved(group)}
+
+
+def outcome_of(job: Job, group: Any) -> tuple[str, str]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            job(group, group.rank() == 1)
+    except CurvlabError as error:
+        return "refused", str(error)
+    except Exception as error:
+        # What the user's own code raises may come back to them as it is, on the rank that it was raised on.
+        return "refused" if OWN in str(error) else "traceback", f"{type(error).__name__}: {error}"
+    return "answered", ""
+
+
+def main(rank: int, folder: Path) -> None:
+    """Every job in turn; the ranks meet between two of them."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2, timeout=TIMEOUT
+    )
+    found = {}
+    for name, job in (DIFFERENCES | RAISING | AGREEING).items():
+        begun = time.monotonic()
+        found[name] = (*outcome_of(job, dist.group.WORLD), time.monotonic() - begun)
+        (folder / f"rank{rank}.json").write_text(json.dumps(found))
+        dist.barrier()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))
