@@ -25,7 +25,7 @@ from curvlab.studies.compare.frames import Comparison, comparison_from
 from curvlab.studies.compare.measurements import failure, run_task
 from curvlab.studies.compare.problem_notes import problem_notes
 from curvlab.studies.compare.settings import Settings, build
-from curvlab.studies.compare.tasks import convergence_tasks, cost_tasks, first_tasks
+from curvlab.studies.compare.tasks import convergence_tasks, cost_tasks, first_tasks, further_tasks
 from curvlab.studies.executor import Place, place_of, run
 from curvlab.studies.run_lock import run_lock
 from curvlab.studies.schema import settings_of
@@ -216,7 +216,7 @@ def _measure(
 ) -> None:
     done = {identity_of(row): row for row in rows.rows()}
     finished = {i for i, row in done.items() if not (retry and row.get("status") == "failed")}
-    stages = (first_tasks, cost_tasks, convergence_tasks)
+    stages = (first_tasks, further_tasks, cost_tasks, convergence_tasks)
     total = sum(identity_of(task.head) not in finished for stage in stages for task in stage(settings))
     count = 0
     on_progress(Progress(count, total))
