@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from curvlab.providers.estimate import estimate
     from curvlab.solvers import Additive, Mixed, Solution, Status
     from curvlab.solvers.solve import solve
-    from curvlab.studies.compare.folder import load_comparison
+    from curvlab.report.comparison import compare, load_comparison
     from curvlab.studies.compare.frames import Comparison
-    from curvlab.studies.compare.run import compare
     from curvlab.studies.small.bounds import bounds
     from curvlab.studies.small.errors import errors
     from curvlab.studies.small.plan import plan
@@ -69,10 +68,10 @@ _MODULES = {
     "StaleWarning": "curvlab.curvature",
     "Status": "curvlab.solvers",
     "bounds": "curvlab.studies.small.bounds",
-    "compare": "curvlab.studies.compare.run",
+    "compare": "curvlab.report.comparison",
     "errors": "curvlab.studies.small.errors",
     "estimate": "curvlab.providers",
-    "load_comparison": "curvlab.studies.compare.folder",
+    "load_comparison": "curvlab.report.comparison",
     "plan": "curvlab.studies.small.plan",
     "solve": "curvlab.solvers",
 }

@@ -35,7 +35,7 @@ NEWTON_LIMIT = 1_000_000
 """Up to how many parameters the exact Newton direction is solved for."""
 
 REFERENCE_OPERATIONS = 1e12
-"""Operations that each exact reference of a comparison may take: the Newton direction, errors on any graph."""
+"""Operations that each exact reference of a comparison may take: Newton's direction, errors on any graph."""
 
 PLAN_FORMS = ("sample-space", "textbook")
 """The forms of each solver that are planned: the one that curvlab runs, and the textbook's."""

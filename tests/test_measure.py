@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import math
+import os
 import socket
 import sys
 import threading
@@ -14,23 +16,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import sleep
 
+import pandas as pd
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from curvlab.curvature import Curvature, LayerCurvature
+from curvlab.measure import stopwatch
 from curvlab.measure.environment import environment
 from curvlab.measure.flops import count, counting
 from curvlab.measure.memory import held_bytes, peak_bytes, track
-from curvlab.measure.stopwatch import Timing, frame, interleaved, ratio
+from curvlab.measure.stopwatch import Elapsed, Timing, frame, interleaved, ratio
 from curvlab.problem import Problem
 from curvlab.providers import Context, Fisher
 from curvlab.solvers import KFI, LayerDirection, LayerGradient
 from curvlab.solvers.damping import Damping
 from curvlab.studies.compare import resources
 from curvlab.studies.compare.resources import Pair, Usage, usage
-from curvlab.studies.compare.timing import Phases, Stopwatch
+from curvlab.studies.compare.timing import Phases, Stopwatch, disturbance_words
 
 linalg = torch.linalg
 
@@ -490,7 +494,63 @@ def test_a_comparison_s_seconds_are_those_of_one_estimate_and_one_solve(faster: 
     watch = Stopwatch(Pair(SlowFisher(ticks=a), SlowKFI(preparing=b, applying=c), 0.05), problem, CLOCK)
     for _ in range(2):
         # Two layers are prepared and applied.
-        assert watch.measure() == Phases(a * TICK, 2 * b * TICK, 2 * c * TICK)
+        assert watch.measure().phases == Phases(a * TICK, 2 * b * TICK, 2 * c * TICK)
+
+
+def tiny_problem() -> Problem:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Sigmoid(), nn.Linear(2, 2)).double()
+    return Problem(model, "cross-entropy", normal(4, 3), torch.tensor([0, 1, 0, 1]))
+
+
+@pytest.mark.parametrize(
+    ("waits", "attempts", "share"),
+    [((0.0,), 1, 0.0), ((0.5, 0.02), 2, 0.02), ((0.5, 0.3, 0.4), 3, 0.3)],
+    ids=["quiet", "disturbed once", "disturbed always"],
+)
+def test_a_disturbed_measurement_is_made_again_and_the_least_disturbed_counts(
+    monkeypatch: pytest.MonkeyPatch, waits: tuple[float, ...], attempts: int, share: float
+):
+    watch = Stopwatch(Pair("fisher", "kfi", 0.05), tiny_problem())
+    seen = iter(waits)
+
+    def total(calls: int) -> tuple[Phases, Elapsed]:
+        waited = next(seen)
+        return Phases(estimate=1 - waited), Elapsed(wall=1.0, processor=0.9, waited=waited)
+
+    watch.measure()
+    monkeypatch.setattr(watch, "_total", total)
+    found = watch.measure()
+    assert (found.attempts, found.waited) == (attempts, share)
+    assert found.row()["wall_seconds"] == 1.0 / found.calls, "of one call, with what was waited"
+    assert found.phases.estimate == (1 - share) / found.calls, "without"
+
+
+def test_what_is_waited_for_a_processor_is_told_apart_from_work(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setattr(stopwatch, "THREAD", tmp_path / "schedstat")
+    monkeypatch.setattr(stopwatch, "MACHINE", tmp_path / "stat")
+    assert stopwatch.waited_seconds() == 0, "nothing tells"
+    assert math.isnan(stopwatch.busy_seconds())
+    (tmp_path / "schedstat").write_text("100 2000000000 3\n")
+    (tmp_path / "stat").write_text("cpu  100 20 30 4000 500 6 7 8 9 10\ncpu0 …\n")
+    assert stopwatch.busy_seconds() * os.sysconf("SC_CLK_TCK") == 100 + 20 + 30 + 6 + 7 + 8
+
+    def work() -> None:
+        sleep(0.002)
+        (tmp_path / "schedstat").write_text("100 2001000000 4\n")
+
+    took, _ = stopwatch.elapsed(work)
+    assert took.waited == pytest.approx(0.001, rel=1e-6)
+    assert took.own == pytest.approx(took.wall - 0.001, rel=1e-6)
+
+
+def test_times_are_not_trusted_where_more_than_a_fifth_of_the_rows_is_disturbed():
+    rows = pd.DataFrame({"waited": [0.2, 0.2, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0], "load": math.nan})
+    assert disturbance_words(rows) == ""
+    rows.loc[2, "waited"] = 0.11
+    assert disturbance_words(rows).startswith("The times are not trusted: other programs disturbed 3 of 10")
+    assert disturbance_words(pd.DataFrame({"estimate_seconds": [1.0]})) == "", "a folder of an older curvlab"
 
 
 def test_median_range_and_ratio_are_those_of_paired_rounds():

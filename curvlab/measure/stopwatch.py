@@ -7,13 +7,21 @@ function once in every round, in an order that rotates from round to round; a sl
 falls on neighbours, and the ratio of two functions, taken round by round, cancels what the medians of
 separate runs would keep. The processor time of the process is measured beside: it leaves out what other
 programs took of a busy machine, and says nothing of an accelerator.
+
+What other programs did is measured too (`Elapsed`, `busy_seconds`), where the system tells it (Linux):
+
+    waited   seconds in which this thread was ready to run and another had the processor
+    own      wall − waited: what the work would have taken alone, up to shared caches and memory
 """
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from time import perf_counter, process_time
 from typing import TypeVar
 
@@ -24,7 +32,22 @@ import torch
 from curvlab.measure import device as devices
 from curvlab.measure.collector import collector_off
 
-__all__ = ["Clock", "Ratio", "Timing", "calls_lasting", "frame", "interleaved", "ratio", "timed"]
+__all__ = [
+    "Clock",
+    "Elapsed",
+    "Ratio",
+    "Timing",
+    "busy_seconds",
+    "calls_lasting",
+    "elapsed",
+    "frame",
+    "interleaved",
+    "ratio",
+    "timed",
+]
+
+THREAD = Path("/proc/thread-self/schedstat")
+MACHINE = Path("/proc/stat")
 
 Clock = Callable[[], float]
 T = TypeVar("T")
@@ -85,6 +108,65 @@ def timed(
     result = function()
     devices.synchronize(device)
     return read() - start, result
+
+
+@dataclass(frozen=True)
+class Elapsed:
+    """Seconds of a piece of work: by the wall clock, of processors (all threads), and waited for one."""
+
+    wall: float = 0.0
+    processor: float = 0.0
+    waited: float = 0.0
+
+    @property
+    def own(self) -> float:
+        """By the wall clock, without what was waited."""
+        return self.wall - self.waited
+
+    def __add__(self, other: Elapsed) -> Elapsed:
+        return Elapsed(self.wall + other.wall, self.processor + other.processor, self.waited + other.waited)
+
+
+def elapsed(
+    function: Callable[[], T], device: torch.device | str = "cpu", clock: Clock | None = None
+) -> tuple[Elapsed, T]:
+    """What one call of `function` took, until the device has done it, and what it returned.
+
+    With a `clock` of one's own nothing is waited for, and the processor's clock is left alone.
+
+    >>> ticks = iter([1.0, 3.5])
+    >>> elapsed(lambda: "done", clock=lambda: next(ticks))
+    (Elapsed(wall=2.5, processor=0.0, waited=0.0), 'done')
+    """
+    if clock is not None:
+        seconds, result = timed(function, device, clock)
+        return Elapsed(wall=seconds), result
+    # What tells of others is read outside of what is timed, because reading it takes microseconds.
+    waited, processor = waited_seconds(), process_time()
+    wall, result = timed(function, device)
+    processor = process_time() - processor
+    return Elapsed(wall, processor, min(waited_seconds() - waited, wall)), result
+
+
+def waited_seconds() -> float:
+    """How long this thread has been ready to run while others had the processor; 0 where nothing tells."""
+    try:
+        return int(THREAD.read_bytes().split()[1]) * 1e-9
+    except (OSError, IndexError, ValueError):
+        return 0.0
+
+
+def busy_seconds() -> float:
+    """Seconds of processors that all programs of the machine have had, to 0.01; NaN where nothing tells.
+
+    The system's own work counts, and what a hypervisor gave to other machines.
+    """
+    try:
+        with MACHINE.open("rb") as file:
+            user, nice, system, _, _, *interrupts = map(int, file.readline().split()[1:9])
+    except (OSError, ValueError):
+        return math.nan
+    return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK")
 
 
 def calls_lasting(min_seconds: float, seconds_of: Callable[[int], float]) -> int:

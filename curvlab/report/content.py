@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from curvlab.report.controls import evidence_of
 from curvlab.report.figures import (
     convergence_curves,
     cost_bars,
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
     from curvlab.studies.compare.frames import Comparison
 
-__all__ = ["Answer", "Content", "Drawing", "Section", "content_of"]
+__all__ = ["Answer", "Content", "Drawing", "Section", "answer_of", "content_of"]
 
 FACTS = (
     "arch",
@@ -127,10 +128,21 @@ def content_of(comparison: Comparison) -> Content:
     return Content(
         title="Which curvature, which solver?",
         facts=_facts(comparison.config),
-        answer=recommend(cells, comparison.errors, convergence),
+        answer=answer_of(comparison),
         sections=tuple(section for section in sections if section is not None),
         look=lambda theme: Look.of_frames(*frames, theme=theme),
         names=tuple(f"{provider} + {solver}" for provider, solver in pairs_of(cells)),
+    )
+
+
+def answer_of(comparison: Comparison) -> Recommendation:
+    """What the comparison says to use, at its deciding point."""
+    errors = comparison.errors
+    return recommend(
+        comparison.cells,
+        errors[errors["point"] == comparison.point],
+        comparison.convergence,
+        evidence=evidence_of(comparison),
     )
 
 

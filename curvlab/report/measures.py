@@ -1,24 +1,27 @@
-"""How far off a pair is: two measures, what each is in words, and how it is traded against time.
+"""How far off a pair is: four measures, what each is in words, and how it is traded against time.
 
-    step        ‖d − n‖ / ‖n‖             the pair's step d against the exact damped Newton step n
-    curvature   ‖B̃ − |B|‖_F / ‖|B|‖_F     the provider's bias blocks against the absolute Hessian's
+    angle       min_t ‖t d − n‖ / ‖n‖     the pair's step d at its best scale; n: the exact damped Newton step
+    step        ‖d − n‖ / ‖n‖             the same as the step is taken
+    loss        L(θ + ηd) / L(θ)          what a step leaves of the loss, at the best step size η
+    curvature   ‖B̃ − |B|‖ / ‖|B|‖         the provider's bias blocks against the absolute Hessian's
 
-The first depends on the provider and on the solver, so pairs are compared by it where it was measured. The
-second, the paper's yardstick, is the same for every solver: by it only time tells solvers apart.
+Pairs are compared by the first of these that is known: the first two need the Newton step, the third exists
+for every network, and the last, the paper's yardstick, is the same for every solver: by it only time tells
+solvers apart. (Folders of earlier releases have the second and the last.)
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pandas as pd
 
 from curvlab.report.numbers import percent
 from curvlab.report.pareto import Candidate, candidates
 
-__all__ = ["CURVATURE", "MEASURES", "STEP", "Measure", "curvature_words", "measure_of"]
+__all__ = ["ANGLE", "CURVATURE", "LOSS", "MEASURES", "STEP", "Measure", "curvature_words", "measure_of"]
 
 FLOOR = 0.01  # what is closer counts as this: an exact solve must not win at any price
 NOTICEABLE = 1e-3  # less between H and |H| is rounding, not an indefinite Hessian
@@ -43,15 +46,17 @@ class Measure:
 
 
 def measure_of(cells: pd.DataFrame) -> Measure:
-    """What pairs are compared by: the step where that is known of any, the curvature otherwise.
+    """What pairs are compared by: the first measure that is known of any pair.
 
     >>> frame = pd.DataFrame({"provider": ["a"], "solver": ["s"], "status": ["ok"], "total_seconds": [1.0],
     ...     "total_iqr": [0.1], "distance": [float("nan")]})
     >>> measure_of(frame).noun
     'error'
     """
-    known = any(not math.isnan(pair.error) for pair in candidates(cells, STEP.column))
-    return STEP if known else CURVATURE
+    for measure in (ANGLE, STEP, LOSS):
+        if any(not math.isnan(pair.error) for pair in candidates(cells, measure.column)):
+            return measure
+    return CURVATURE
 
 
 def curvature_words(provider: str, error: float) -> str:
@@ -98,6 +103,26 @@ STEP = Measure(
     "solver; no step at all is at 100 %.",
     price=_time_per_halving,
 )
+ANGLE = replace(
+    STEP,
+    column="sine",
+    noun="angle",
+    basis="angle to the Newton step",
+    axis="distance of the step from the Newton step, at the best scale (%)",
+    definition="Angle: min over t of ‖t d − n‖ / ‖n‖, the distance that is left at the best scale of the "
+    "pair's step d, the sine of its angle to the exact damped Newton step n: a learning rate is tuned anyway.",
+)
+LOSS = Measure(
+    column="loss_left",
+    noun="loss that is left",
+    basis="decrease of the loss",
+    closer="lowers the loss more",
+    rule="needs the least time for each halving of the loss",
+    axis="loss of the batch after the step, at the best step size (% of that before)",
+    definition="Decrease of the loss: 1 − L(θ + ηd) / L(θ) on the batch that the step d is from, at the best "
+    "step size η; on another batch at that same η.",
+    price=_time_per_halving,
+)
 CURVATURE = Measure(
     column="error_relative",
     noun="error",
@@ -110,4 +135,4 @@ CURVATURE = Measure(
     "It is the same for every solver; of `hessian`, whose blocks are exact, it shows negative curvature.",
     price=_product,
 )
-MEASURES = {measure.column: measure for measure in (STEP, CURVATURE)}
+MEASURES = {measure.column: measure for measure in (ANGLE, STEP, LOSS, CURVATURE)}

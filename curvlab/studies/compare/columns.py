@@ -84,6 +84,7 @@ CELLS = (
         legend="Loss: by how much the step lowers the loss of its batch, at the best step size.",
     ),
     Column("decrease_iqr"),
+    Column("loss_left", "percent"),
     Column("decrease_full", "percent", "decrease at step size 1"),
     Column("decrease_other", "percent", "decrease on another batch"),
     Column("rate", "number", "best step size"),
@@ -124,7 +125,7 @@ CELLS = (
     Column("point", "text"),
     Column("draws", "count"),
 )
-"""One row per provider and solver: at the deciding point, medians over the draws with interquartile ranges."""
+"""One row per provider and solver, at the deciding point: medians over the draws, interquartile ranges."""
 
 DRAWN = (
     "distance",
@@ -204,8 +205,14 @@ REPETITIONS = (
     Column("point", "text"),
     Column("repetition", "count"),
     *(Column(f"{phase}_seconds", "seconds") for phase in PHASES),
+    Column("wall_seconds", "seconds"),
+    Column("cpu_seconds", "seconds"),
+    Column("waited", "percent"),
+    Column("load", "number"),
+    Column("attempts", "count"),
 )
-"""One row per pair or control (which has no solver), point and repetition."""
+"""One row per pair or control (which has no solver), point and repetition, with what other programs did
+meanwhile (`timing`)."""
 
 ERRORS = (
     Column("layer", "label", "layer"),

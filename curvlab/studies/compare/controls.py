@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 
 from curvlab.measure import device as devices
-from curvlab.measure.collector import collector_off
 from curvlab.measure.flops import counting
 from curvlab.measure.memory import peak_bytes, track
-from curvlab.measure.stopwatch import calls_lasting, timed
+from curvlab.measure.stopwatch import Elapsed, calls_lasting
 from curvlab.problem import Problem
 from curvlab.studies.compare.descent import backpropagate
-from curvlab.studies.compare.resources import fresh
-from curvlab.studies.compare.timing import MIN_SECONDS
+from curvlab.studies.compare.resources import Pair, fresh
+from curvlab.studies.compare.timing import MIN_SECONDS, Stopwatch
 
 __all__ = ["CONTROLS", "TIMED", "ControlWatch", "control_usage", "gradient_step"]
 
@@ -86,26 +85,21 @@ def control_usage(control: str, problem: Problem, alpha: float) -> Mapping[str, 
     return {"peak_bytes": peak, "flops": operations.total}
 
 
-class ControlWatch:
-    """Seconds of one step of a control; warms up, and finds how many calls to average, the first time."""
+class ControlWatch(Stopwatch):
+    """Measures the steps of a control as a `Stopwatch` does a pair's; all of its time is that of `estimate`.
+
+    >>> problem = Problem(torch.nn.Linear(2, 2), "mse", torch.eye(2), torch.zeros(2, 2))
+    >>> ControlWatch("sgd", problem, 0.05).measure().phases.total > 0
+    True
+    """
 
     def __init__(self, control: str, problem: Problem, alpha: float) -> None:
+        super().__init__(Pair(control, "", alpha), problem)
         self._run = _runner(control, problem, alpha)
-        self._device = problem.network.example.device
-        self._calls: int | None = None
 
-    def measure(self) -> float:
-        """The mean over a few steps.
+    def _warm_up(self) -> int:
+        self._run()
+        return calls_lasting(MIN_SECONDS, lambda calls: self._total(calls)[0].total)
 
-        >>> problem = Problem(torch.nn.Linear(2, 2), "mse", torch.eye(2), torch.zeros(2, 2))
-        >>> ControlWatch("sgd", problem, 0.05).measure() > 0
-        True
-        """
-        if self._calls is None:
-            self._run()
-            self._calls = calls_lasting(MIN_SECONDS, self._seconds)
-        return self._seconds(self._calls) / self._calls
-
-    def _seconds(self, calls: int) -> float:
-        with collector_off():
-            return timed(lambda: [self._run() for _ in range(calls)], device=self._device)[0]
+    def _call(self) -> tuple[Elapsed, Elapsed, Elapsed]:
+        return self._elapsed(self._run)[0], Elapsed(), Elapsed()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from curvlab.studies.compare.columns import (
     cell_columns,
 )
 from curvlab.studies.compare.controls import CONTROLS
+from curvlab.studies.compare.timing import disturbance_words
 from curvlab.studies.schema import Column
 from curvlab.studies.small.errors import TOTAL
 from curvlab.studies.store import Row, identity_of
@@ -53,7 +54,8 @@ class Comparison:
         dampings: one row per pair or control, scene and damping α, with that damping's own Newton step.
         spectra: one row per provider, scene and layer: largest and median eigenvalue of its curvature.
         scenes: one row per point, seed and batch: loss, largest eigenvalue of the Hessian, coverage.
-        repetitions: one row per pair or control, point and repetition: seconds of each phase.
+        repetitions: one row per pair or control, point and repetition: seconds of each phase, wall clock,
+            processor time, and what other programs did meanwhile.
         errors: one row per provider, scene and layer, and one whose layer is "Total".
         traces: relative residual by pair, block and iteration.
         blocks: one row per pair and block: how it was solved, and its closeness to Newton's direction.
@@ -95,6 +97,12 @@ class Comparison:
     def measured(self) -> bool:
         """Whether any pair was: not where all were skipped or failed."""
         return bool((self.cells["status"] == "ok").any())
+
+    @property
+    def frames(self) -> dict[str, pd.DataFrame]:
+        """All frames by name."""
+        found = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {name: frame for name, frame in found.items() if isinstance(frame, pd.DataFrame)}
 
     def __repr__(self) -> str:
         counts = self.cells["status"].value_counts().to_dict()
@@ -150,7 +158,7 @@ def comparison_from(
             [_named(pair) | row for pair, solve in shown for row in solve.get("blocks", [])], BLOCKS
         ),
         convergence=_frame([row for run in trained for row in _epoch_rows(run)], CONVERGENCE),
-        warnings=_warnings(study, shown, wrong, trained),
+        warnings=[*filter(None, [disturbance_words(times)]), *_warnings(study, shown, wrong, trained)],
         failures=_failures([*(row for _, row in measured), *broken, *wrong, *by_kind["scene"], *trained]),
     )
 
@@ -213,6 +221,7 @@ class _Cells:
             **{f"{name}_iqr": _spread(rows, name) for name in ("sine", "decrease") if len(rows) > 1},
             **self._seconds(pair),
             **self._errors(pair[0]),
+            **({"loss_left": 1 - medians["decrease"]} if "decrease" in medians else {}),
             "zero_step": bool(row.get("zero_step", False)),
             "point": self.point,
             "draws": len(rows),
@@ -270,9 +279,9 @@ def _by_kind(rows: Iterable[Row], study: str, config: Mapping[str, Any]) -> dict
         kind: [] for kind in ("scene", "control", "solve", "cost", "error", "convergence")
     }
     for row in last.values():
-        row = {"point": UNTRAINED, "seed": first, "draw": 0} | row
-        if "control" in row:
-            row |= {"provider": row["control"], "solver": ""}
+        scene: Row = {"point": UNTRAINED, "seed": first, "draw": 0}
+        named: Row = {"provider": row["control"], "solver": ""} if "control" in row else {}
+        row = scene | row | named
         kept = row["point"] in points and first <= row["seed"] < first + seeds and row["draw"] < batches
         if kept or row["kind"] in ("convergence", "study"):
             kinds.setdefault(str(row["kind"]), []).append(row)
@@ -354,7 +363,7 @@ def _lacks_distance(row: Row) -> bool:
 
 
 def _refusals(shown: Any, wrong: Sequence[Row]) -> list[str]:
-    """Why pairs were skipped, a provider's own reason once, and why errors were, unless pairs say the same."""
+    """Why pairs were skipped, each reason once, and why errors were, unless pairs say the same."""
     by_message: dict[str, list[str]] = {}
     for pair, row in shown:
         if row["status"] == "skipped":

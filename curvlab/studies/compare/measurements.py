@@ -1,9 +1,9 @@
-"""The cells of a comparison: what is measured of a scene, a provider, a pair or an optimizer, as rows of the store.
+"""The cells of a comparison: what is measured of a scene, provider, pair, control or optimizer, as rows.
 
     scene         a point, seed and batch: loss, largest eigenvalue of the Hessian, steps that led there
     error         a provider: errors of its bias and weight blocks by layer, eigenvalues of its layers
-    solve         a pair: bytes, operations, closeness to Newton's direction, decrease of the loss, residuals and
-                  their traces, and the step at further dampings
+    solve         a pair: bytes, operations, closeness to Newton's direction, decrease of the loss, residuals
+                  and their traces, and the step at further dampings
     control       a control: the same of the gradient step, of SGD's step and of Newton's own
     cost          a pair or a control, and a repetition: seconds of estimate, prepare and apply
     convergence   an optimizer: losses and accuracy by epoch and by seconds
@@ -117,7 +117,7 @@ class _Bench:
         self.problem, self.other = problems.problem(scene), problems.other(scene)
         self.settings = problems.settings
         self._newton: dict[float, Newton] = {}
-        self._watches: dict[Pair | str, Stopwatch | ControlWatch] = {}
+        self._watches: dict[Pair | str, Stopwatch] = {}
 
     @cached_property
     def reference(self) -> NewtonReference:
@@ -174,17 +174,13 @@ class _Bench:
 
     def watch(self, pair: Pair) -> Stopwatch:
         """The stopwatch of a pair."""
-        found = self._watches.setdefault(pair, Stopwatch(pair, self.problem))
-        assert isinstance(found, Stopwatch)
-        return found
+        return self._watches.setdefault(pair, Stopwatch(pair, self.problem))
 
-    def control_watch(self, control: str) -> ControlWatch:
+    def control_watch(self, control: str) -> Stopwatch:
         """The stopwatch of a control."""
         if control not in self._watches:
             self._watches[control] = ControlWatch(control, self.problem, self.settings.alpha)
-        found = self._watches[control]
-        assert isinstance(found, ControlWatch)
-        return found
+        return self._watches[control]
 
 
 _problems: SceneProblems | None = None
@@ -416,15 +412,9 @@ def _planned(pair: Pair, problem: Problem) -> int | None:
 
 def _cost(task: Task) -> Row:
     bench = _bench_of(task)
-    if task.control:
-        seconds = bench.control_watch(task.control).measure()
-        return {"estimate_seconds": seconds, "prepare_seconds": 0.0, "apply_seconds": 0.0}
-    phases = bench.watch(Pair(task.provider, task.solver, task.settings.alpha)).measure()
-    return {
-        "estimate_seconds": phases.estimate,
-        "prepare_seconds": phases.prepare,
-        "apply_seconds": phases.apply,
-    }
+    pair = Pair(task.provider, task.solver, task.settings.alpha)
+    watch = bench.control_watch(task.control) if task.control else bench.watch(pair)
+    return watch.measure().row()
 
 
 def _convergence(task: Task) -> Row:

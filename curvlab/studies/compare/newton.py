@@ -4,10 +4,10 @@
     cosine = ⟨d, n⟩ / (‖d‖ ‖n‖)         distance = ‖d - n‖ / ‖n‖
     sine = min over t ≥ 0 of ‖t d - n‖ / ‖n‖, the distance at the best scale: a learning rate is tuned anyway
 
-Each block has one Krylov space that starts at its gradient (`krylov`), on a float64 copy on the CPU; every α is
-solved in it to a relative residual of 1e-8. A product with a block runs through the whole network, so the cost
-is counted before: where the spaces would take more than `operations`, the direction is left out, or it ends
-unsolved with the reason. Where a damped block is indefinite there is no Newton direction to compare with.
+Each block has one Krylov space that starts at its gradient (`krylov`), on a float64 copy on the CPU; every α
+is solved in it to a relative residual of 1e-8. A product with a block runs through the whole network, so the
+cost is counted before: where the spaces would take more than `operations`, the direction is left out, or it
+ends unsolved with the reason. Where a damped block is indefinite there is no Newton direction.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     trained       after as many steps as a stated cost buys, at most 100
 
 Training begins at the checkpoint where there is one. A scene is one point, one seed and one batch; every
-number of a comparison is of one scene, or of all of a point. The states of a training are kept while its points
-are measured one after the other, and are the same whoever trains: by seed, on the processor's own arithmetic.
+number of a comparison is of one scene, or of all of a point. The states of a training are kept while its
+points are measured one after the other, and are the same whoever trains: the seed decides.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 from curvlab import imports
 from curvlab.exceptions import CurvlabError, SpecError
+from curvlab.studies.setup import Setup
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from curvlab.problem import Problem
     from curvlab.studies.compare.settings import Settings
-    from curvlab.studies.setup import Setup
 
 __all__ = ["GIVEN", "Point", "Scene", "SceneProblems", "read_points", "scenes_of"]
 
@@ -121,9 +121,11 @@ class SceneProblems:
         return self._at(scene, 0)
 
     def other(self, scene: Scene) -> Problem | None:
-        """The same with the next batch of that epoch, other examples; None where the data have only one, or come as a stream."""
+        """The same with the next batch of that epoch; None where there is none, or the data are the user's."""
         subject = self.settings.subject
-        if not _has_dataset(subject) or len(subject.load_data().batches(subject.examples)) < 2:  # type: ignore[union-attr]
+        if not isinstance(subject, Setup) or imports.is_address(subject.data):
+            return None
+        if len(subject.load_data().batches(subject.examples)) < 2:
             return None
         return self._at(scene, 1)
 
@@ -226,7 +228,7 @@ class _Training:
         return len(self.setup.load_data().batches(self.size))
 
     def _endless(self) -> Iterator[tuple[Any, Tensor]]:
-        """Batches without end: each epoch of a data set in its own order, a user's own batches as they are."""
+        """Batches without end: an epoch of a data set in its own order, a user's own batches as they are."""
         if imports.is_address(self.setup.data):
             while True:
                 for batch in self.problem.batches():
@@ -237,16 +239,8 @@ class _Training:
 
 
 def _seeded(subject: Setup | Problem, seed: int) -> Setup:
-    from curvlab.studies.setup import Setup
-
     assert isinstance(subject, Setup)
     return replace(subject, seed=seed)
-
-
-def _has_dataset(subject: Setup | Problem) -> bool:
-    from curvlab.studies.setup import Setup
-
-    return isinstance(subject, Setup) and not imports.is_address(subject.data)
 
 
 def _again(problem: Problem) -> Problem:

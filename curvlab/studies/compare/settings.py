@@ -51,7 +51,7 @@ class Settings:
 
     >>> settings = Settings.of(Setup(), providers=["pch[gamma=-1]"], solvers=["cg"])
     >>> settings.providers, settings.repetitions
-    (('pch-1',), 5)
+    (('pch-1',), 15)
     """
 
     subject: Setup | Problem
@@ -91,7 +91,11 @@ class Settings:
         0, "Batches to measure on.", least=1, default_words="3, or 1 of images or sequences", decides=""
     )
     repetitions: int = setting(
-        5, "How often each cell is timed, in turns.", flags=("-r", "--repetitions"), least=1, decides=""
+        15,
+        "Rounds of timing, in each of which every cell is timed once.",
+        flags=("-r", "--repetitions"),
+        least=1,
+        decides="",
     )
     epochs: int = setting(
         0, "Train every cell and the baselines for N epochs.", least=0, decides="convergence"
@@ -157,8 +161,8 @@ class Settings:
         if not isinstance(self.subject, Setup):
             if self.at not in ((), (GIVEN,)) or self.seeds > 1 or self.batches > 1 or self.checkpoint:
                 raise SpecError(
-                    "at, seeds, batches and checkpoint need a model that can be built and trained again; give "
-                    "a Setup (or use the command line) instead of a Problem, or leave them out"
+                    "at, seeds, batches and checkpoint need a model that can be built and trained again; "
+                    "give a Setup (or use the command line) instead of a Problem, or leave them out"
                 )
             return replace(self, at=(GIVEN,), batches=1)
         own = imports.is_address(self.subject.data)

@@ -35,6 +35,8 @@ __all__ = [
 
 Kind = Literal["scene", "error", "solve", "control", "cost", "convergence"]
 
+UNTRAINED = Scene("init", 0, 0)
+
 
 @dataclass(frozen=True)
 class Task:
@@ -47,11 +49,11 @@ class Task:
     solver: str | Solver = ""
     optimizer: str = ""
     control: str = ""
-    scene: Scene = Scene("init", 0, 0)
+    scene: Scene = UNTRAINED
 
     @property
     def first(self) -> bool:
-        """Whether its scene is the first of all: bytes and operations, the same in each, are counted there."""
+        """Whether its scene is the first of all, where bytes and operations are counted: they do not vary."""
         return self.scene == scenes_of(self.settings)[0]
 
     @property

@@ -6,36 +6,55 @@
 
 Every call starts from a problem of which nothing has been computed, since curvatures keep what they
 have factorised. One measurement is as many calls as last `MIN_SECONDS` together, divided by their number.
+
+Other programs on the machine. The seconds are those of the wall clock without the time in which the work was
+ready to run and another program had the processor (`curvlab.measure.stopwatch.Elapsed.own`). A measurement
+that waited for more than a tenth of its time is *disturbed*: it is made again, at most `ATTEMPTS` times in
+all, and the one that waited least counts. Each row says what it saw: `wall_seconds` and `cpu_seconds` of a
+call, `waited` as a share of the wall clock, `load` as the number of processors that others kept busy, and
+`attempts`. Where more than a fifth of the rows are disturbed, the times are not trusted
+(`disturbance_words`). Which pair is quicker is decided round by round (`decide_times`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from functools import partial
+from time import perf_counter, process_time
+
+import pandas as pd
 
 from curvlab.curvature import Curvature
 from curvlab.gradient import Gradient
 from curvlab.measure.collector import collector_off
-from curvlab.measure.stopwatch import Clock, calls_lasting, timed
+from curvlab.measure.stopwatch import Clock, Elapsed, busy_seconds, calls_lasting, elapsed
 from curvlab.problem import Problem
 from curvlab.providers import estimate
 from curvlab.solvers import Mixed, solve
 from curvlab.solvers.registry import solvers
 from curvlab.solvers.solve import layer_gradient
+from curvlab.studies.compare.decisions import CONFIDENCE, Decision, decide
 from curvlab.studies.compare.resources import Pair, fresh
+from curvlab.studies.store import Row
 
-__all__ = ["Phases", "Stopwatch"]
+__all__ = ["Measurement", "Phases", "Stopwatch", "decide_times", "disturbance_words"]
 
 MIN_SECONDS = 0.01
+ATTEMPTS = 3
+DISTURBED = 0.1
+"""A measurement that waited for more than this share of its time was disturbed."""
+TOLERATED = 0.2
+"""Times are trusted as long as no larger share of the rows is disturbed."""
 
 
 @dataclass(frozen=True)
 class Phases:
     """Seconds of one estimate and one solve."""
 
-    estimate: float
-    prepare: float
-    apply: float
+    estimate: float = 0.0
+    prepare: float = 0.0
+    apply: float = 0.0
 
     @property
     def total(self) -> float:
@@ -49,6 +68,38 @@ class Phases:
         return Phases(self.estimate / calls, self.prepare / calls, self.apply / calls)
 
 
+@dataclass(frozen=True)
+class Measurement:
+    """One measurement of a pair: seconds of one call, and what other programs did meanwhile.
+
+    `took` is the time of all calls together, `load` the number of processors that others kept busy.
+    """
+
+    phases: Phases
+    took: Elapsed
+    calls: int
+    load: float = math.nan
+    attempts: int = 1
+
+    @property
+    def waited(self) -> float:
+        """The share of the wall clock that was spent waiting for a processor."""
+        return self.took.waited / self.took.wall if self.took.wall > 0 else 0.0
+
+    def row(self) -> Row:
+        """The measurement as a row of the store holds it."""
+        return {
+            "estimate_seconds": self.phases.estimate,
+            "prepare_seconds": self.phases.prepare,
+            "apply_seconds": self.phases.apply,
+            "wall_seconds": self.took.wall / self.calls,
+            "cpu_seconds": self.took.processor / self.calls,
+            "waited": self.waited,
+            "load": self.load,
+            "attempts": self.attempts,
+        }
+
+
 class Stopwatch:
     """Measures one pair on one problem; warms up, and finds how many calls to average, the first time.
 
@@ -57,60 +108,110 @@ class Stopwatch:
 
     def __init__(self, pair: Pair, problem: Problem, clock: Clock | None = None) -> None:
         self.pair, self.problem = pair, problem
-        self._timed = partial(timed, device=next(problem.model.parameters()).device, clock=clock)
+        self._elapsed = partial(elapsed, device=next(problem.model.parameters()).device, clock=clock)
         self._calls: int | None = None
         self._whole = False
 
-    def measure(self) -> Phases:
-        """One measurement: the mean over a few calls.
+    def measure(self) -> Measurement:
+        """One measurement: the mean over a few calls, made again while others disturb it.
 
         >>> import torch
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Sigmoid(), torch.nn.Linear(3, 2))
         >>> problem = Problem(model, "cross-entropy", torch.ones(5, 4), torch.tensor([0, 1, 0, 1, 0]))
-        >>> Stopwatch(Pair("fisher", "kfi", 0.05), problem).measure().total > 0
+        >>> Stopwatch(Pair("fisher", "kfi", 0.05), problem).measure().phases.total > 0
         True
         """
         if self._calls is None:
             self._calls = self._warm_up()
-        return self._total(self._calls) / self._calls
+        best = self._attempt(self._calls, 1)
+        for attempt in range(2, ATTEMPTS + 1):
+            if best.waited <= DISTURBED:
+                break
+            again = self._attempt(self._calls, attempt)
+            best = replace(min(best, again, key=lambda one: one.waited), attempts=attempt)
+        return best
+
+    def _attempt(self, calls: int, attempt: int) -> Measurement:
+        busy, own, started = busy_seconds(), process_time(), perf_counter()
+        phases, took = self._total(calls)
+        others = busy_seconds() - busy - (process_time() - own)
+        load = others / (perf_counter() - started)
+        return Measurement(phases / calls, took, calls, 0.0 if load < 0 else load, attempt)
 
     def _warm_up(self) -> int:
         _, solution = self.pair.run(fresh(self.problem))
         self._whole = any(block.route == "operator" for block in solution.blocks.values())
         self._call()
-        return calls_lasting(MIN_SECONDS, lambda calls: self._total(calls).total)
+        return calls_lasting(MIN_SECONDS, lambda calls: self._total(calls)[0].total)
 
-    def _total(self, calls: int) -> Phases:
-        """The seconds of so many calls together."""
+    def _total(self, calls: int) -> tuple[Phases, Elapsed]:
+        """What so many calls took together."""
+        phases, took = Phases(), Elapsed()
         with collector_off():
-            total = self._call()
-            for _ in range(calls - 1):
-                total = total + self._call()
-        return total
+            for _ in range(calls):
+                parts = self._call()
+                phases = phases + Phases(*(part.own for part in parts))
+                took = sum(parts, took)
+        return phases, took
 
-    def _call(self) -> Phases:
+    def _call(self) -> tuple[Elapsed, Elapsed, Elapsed]:
         problem = fresh(self.problem)
-        first, (curvature, gradient) = self._timed(
+        first, (curvature, gradient) = self._elapsed(
             lambda: (estimate(self.pair.provider, problem), problem.gradient())
         )
-        return Phases(
-            first, *(self._solve_whole if self._whole else self._solve_by_layers)(curvature, gradient)
-        )
+        solve_it = self._solve_whole if self._whole else self._solve_by_layers
+        return first, *solve_it(curvature, gradient)
 
-    def _solve_whole(self, curvature: Curvature, gradient: Gradient) -> tuple[float, float]:
+    def _solve_whole(self, curvature: Curvature, gradient: Gradient) -> tuple[Elapsed, Elapsed]:
         """CG on a matrix-free curvature has nothing to prepare."""
-        seconds, _ = self._timed(lambda: solve(self.pair.solver, curvature, gradient, alpha=self.pair.alpha))
-        return 0.0, seconds
+        took, _ = self._elapsed(lambda: solve(self.pair.solver, curvature, gradient, alpha=self.pair.alpha))
+        return Elapsed(), took
 
-    def _solve_by_layers(self, curvature: Curvature, gradient: Gradient) -> tuple[float, float]:
+    def _solve_by_layers(self, curvature: Curvature, gradient: Gradient) -> tuple[Elapsed, Elapsed]:
         solver, damping = solvers.make(self.pair.solver), Mixed(self.pair.alpha)
         given = [layer_gradient(layer, gradient) for layer in curvature.layers]
         pairs = list(zip(curvature.layers, given, strict=True))
-        prepare, states = self._timed(lambda: [solver.prepare(layer, damping, g) for layer, g in pairs])
+        prepare, states = self._elapsed(lambda: [solver.prepare(layer, damping, g) for layer, g in pairs])
 
         def applied() -> object:
             together = solver.apply_jointly(states, given)
             return together or [solver.apply(s, g) for s, g in zip(states, given, strict=True)]
 
-        apply, _ = self._timed(applied)
+        apply, _ = self._elapsed(applied)
         return prepare, apply
+
+
+def decide_times(repetitions: pd.DataFrame, confidence: float = CONFIDENCE, seed: int = 0) -> Decision:
+    """Which pairs are quicker beyond the noise, from the frame of repetitions: names are `provider + solver`.
+
+    >>> seconds = [1.0, 2.0, 1.5, 3.1, 1.2, 2.4, 1.0, 2.1]
+    >>> frame = pd.DataFrame({"provider": ["p", "q"] * 4, "solver": "s",
+    ...     "repetition": [0, 0, 1, 1, 2, 2, 3, 3], "estimate_seconds": seconds,
+    ...     "prepare_seconds": 0.0, "apply_seconds": 0.0})
+    >>> decide_times(frame).preferred
+    'p + s'
+    """
+    total = repetitions[["estimate_seconds", "prepare_seconds", "apply_seconds"]].sum(axis=1, skipna=False)
+    named = repetitions.assign(name=repetitions["provider"] + " + " + repetitions["solver"], total=total)
+    rounds = named.pivot_table("total", "repetition", "name", aggfunc="last", sort=False)
+    return decide({str(name): rounds[name].tolist() for name in rounds}, confidence=confidence, seed=seed)
+
+
+def disturbance_words(repetitions: pd.DataFrame) -> str:
+    """That the times are not trusted, and why, from the frame of repetitions; empty where they are.
+
+    >>> disturbance_words(pd.DataFrame({"waited": [0.5, 0.0], "load": [1.5, 0.5]}))
+    'The times are not trusted: other programs disturbed 1 of 2 measurements (each made up to 3 times) and had
+     1 of the processors on average. Measure again on a quieter machine, with --fresh.'
+    """
+    if "waited" not in repetitions or repetitions.empty:
+        return ""
+    disturbed, count = int((repetitions["waited"] > DISTURBED).sum()), len(repetitions)
+    if disturbed <= TOLERATED * count:
+        return ""
+    load = float(repetitions["load"].mean())
+    busy = "" if math.isnan(load) else f" and had {load:.2g} of the processors on average"
+    return (
+        f"The times are not trusted: other programs disturbed {disturbed} of {count} measurements (each made "
+        f"up to {ATTEMPTS} times){busy}. Measure again on a quieter machine, with --fresh."
+    )

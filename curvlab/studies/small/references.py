@@ -1,15 +1,15 @@
 """The exact Hessian that errors are measured from, on any graph: blocks at layer outputs, and products.
 
-A layer's bias shifts its outputs z at every position alike, so ∂²E[ξ]/∂b² is the exact Hessian's block at the
-outputs, B of ḡ. Where a layer has no bias, one of zeros is added to the outputs of its module, in a copy of the
-model: the block exists all the same, and is exact. It takes one Hessian product per output.
+A layer's bias shifts its outputs z at every position alike, so ∂²E[ξ]/∂b² is the exact Hessian's block at
+the outputs, B of ḡ. Where a layer has no bias, one of zeros is added to the outputs of its module, in a copy
+of the model: the block exists all the same, and is exact. It takes one Hessian product per output.
 
 Weight blocks are too large to form. For a random v with independent signs
 
     E ‖(Ã - H_b) v‖² = ‖Ã - H_b‖_F²        E ‖H_b v‖² = ‖H_b‖_F²
 
-so a few products estimate the signed error and the norm that it is relative to; the same v serve every provider
-and both, which makes the ratio far less noisy than either.
+so a few products estimate the signed error and the norm that it is relative to; the same v serve every
+provider and both, which makes the ratio far less noisy than either.
 
 What the products cost is counted, in operations, before they are made.
 """

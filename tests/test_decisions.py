@@ -1,0 +1,124 @@
+"""Decisions between contestants measured in rounds: planted differences, pure noise, and closed forms."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from scipy import stats
+
+from curvlab.exceptions import ArgumentError
+from curvlab.studies.compare.decisions import CONFIDENCE, Decision, decide
+from curvlab.studies.compare.settings import Settings
+from curvlab.studies.setup import Setup
+
+ROUNDS = Settings(Setup()).repetitions
+
+
+def timings(seed: int, contestants: int, rounds: int = ROUNDS) -> NDArray[np.float64]:
+    """Seconds of equal work on a shared machine: slow rounds, jitter of 3 %, and 8 % of them interrupted."""
+    rng = np.random.default_rng(seed)
+    slow = rng.normal(0, 0.1, (rounds, 1)) + rng.exponential(0.5, (rounds, 1)) * (
+        rng.random((rounds, 1)) < 0.1
+    )
+    shape = (rounds, contestants)
+    interrupted = rng.exponential(0.3, shape) * (rng.random(shape) < 0.08)
+    return 0.005 * np.exp(slow + rng.normal(0, 0.03, shape) + interrupted)
+
+
+def decision(seconds: NDArray[np.float64]) -> Decision:
+    return decide({f"pair {i}": column for i, column in enumerate(seconds.T)}, draws=400)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("contestants", [2, 8, 16])
+def test_of_identical_pairs_one_is_preferred_in_at_most_5_of_100_repetitions(contestants: int) -> None:
+    told_apart = sum(len(decision(timings(seed, contestants)).group) < contestants for seed in range(100))
+    assert told_apart <= 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("contestants", [2, 8, 16])
+def test_a_planted_difference_of_15_per_cent_is_found_in_at_least_90_of_100_repetitions(
+    contestants: int,
+) -> None:
+    found = 0
+    for seed in range(100):
+        seconds = timings(seed, contestants)
+        seconds[:, -1] *= 1.15
+        found += decision(seconds).smaller("pair 0", f"pair {contestants - 1}")
+    assert found >= 90
+
+
+def test_the_interval_of_two_is_students_paired_interval_where_nothing_is_trimmed() -> None:
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(3, 1, 7), rng.normal(2, 1, 7)
+    found = decide({"a": a, "b": b}, scale="difference").difference("a", "b")
+    expected = stats.ttest_rel(a, b).confidence_interval(CONFIDENCE)
+    assert found.value == pytest.approx(np.mean(a - b), rel=1e-12)
+    assert (found.lower, found.upper) == pytest.approx((expected.low, expected.high), rel=1e-9)
+
+
+def test_with_many_rounds_the_difference_is_yuens_trimmed_mean() -> None:
+    rng = np.random.default_rng(1)
+    a, b = np.exp(rng.standard_t(2, 20)), np.exp(rng.standard_t(2, 20))
+    found = decide({"a": a, "b": b}).difference("a", "b")
+    assert math.log(found.value) == pytest.approx(stats.trim_mean(np.log(a / b), 0.2), rel=1e-12)
+    # Yuen's test of one sample is scipy's trimmed t test against a constant, up to its pooled error.
+    wins = np.asarray(stats.mstats.winsorize(np.log(a / b), (0.2, 0.2)))
+    error = wins.std(ddof=1) / (0.6 * math.sqrt(20))
+    half = stats.t.isf((1 - CONFIDENCE) / 2, 11) * error
+    assert math.log(found.upper / found.value) == pytest.approx(half, rel=1e-9)
+
+
+def test_equal_data_and_seed_give_the_same_answer_in_any_order_of_contestants() -> None:
+    seconds = timings(3, 5)
+    names = [f"pair {i}" for i in range(5)]
+    one = decide(dict(zip(names, seconds.T, strict=True)))
+    again = decide(dict(zip(reversed(names), seconds.T[::-1], strict=True)))
+    assert one.frame().equals(decide(dict(zip(names, seconds.T, strict=True))).frame())
+    assert (one.names, one.group) == (again.names, again.group)
+
+
+def test_a_slow_round_that_hits_all_changes_nothing() -> None:
+    seconds = timings(4, 4)
+    slowed = seconds * np.where(np.arange(len(seconds)) % 2, 1.0, 10.0)[:, None]
+    assert decision(slowed).frame().round(9).equals(decision(seconds).frame().round(9))
+
+
+@pytest.mark.parametrize(
+    ("measured", "group", "rounds"),
+    [
+        ({"a": [1.0], "b": [9.0]}, ("a", "b"), 1),
+        ({"a": [1.0, 2.0], "b": [math.nan, math.nan]}, ("a", "b"), 0),
+        ({"a": [1.0, 1.0, 1.0], "b": [2.0, 2.0, 2.0]}, ("a",), 3),
+        ({"a": [1.0, 1.0, 1.0], "b": [1.0, 1.0, 1.0]}, ("a", "b"), 3),
+        ({"only": [1.0, 2.0]}, ("only",), 2),
+    ],
+    ids=["one round", "no common round", "exact difference", "exactly equal", "alone"],
+)
+def test_few_or_exact_values(measured: dict[str, list[float]], group: tuple[str, ...], rounds: int) -> None:
+    found = decide(measured)
+    assert (found.group, found.rounds) == (group, rounds)
+
+
+def test_shares_count_the_draws_in_which_an_ordering_holds() -> None:
+    found = decide({"a": [1.0, 1.0, 1.0, 5.0], "b": [2.0, 2.0, 2.0, 2.0]}, scale="difference", draws=4000)
+    # The mean of a is below 2 unless the fourth round is drawn at least once of four: then 1 ... 2, so twice.
+    twice_or_more = 1 - 0.75**4 - 4 * 0.25 * 0.75**3
+    once = 4 * 0.25 * 0.75**3  # exactly equal, counted half
+    assert found.difference("a", "b").share == pytest.approx(1 - twice_or_more - once / 2, abs=0.03)
+    assert found.best_share["a"] + found.best_share["b"] == pytest.approx(1)
+
+
+def test_refusals_say_what_to_do() -> None:
+    with pytest.raises(ArgumentError, match="scale='difference'"):
+        decide({"a": [1.0, -1.0], "b": [1.0, 2.0]})
+    with pytest.raises(ArgumentError, match="fill gaps with NaN"):
+        decide({"a": [1.0], "b": [1.0, 2.0]})
+    with pytest.raises(ArgumentError, match="nothing to decide"):
+        decide({})
+    with pytest.raises(ArgumentError, match="compared were a, b"):
+        decide({"a": [1.0, 2.0], "b": [1.0, 3.0]}).difference("a", "c")
