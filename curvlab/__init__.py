@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from curvlab.gradient import Gradient
     from curvlab.problem import Problem
     from curvlab.providers.estimate import estimate
+    from curvlab.report.comparison import compare, load_comparison
     from curvlab.solvers import Additive, Mixed, Solution, Status
     from curvlab.solvers.solve import solve
-    from curvlab.report.comparison import compare, load_comparison
     from curvlab.studies.compare.frames import Comparison
     from curvlab.studies.small.bounds import bounds
     from curvlab.studies.small.errors import errors

@@ -77,7 +77,7 @@ def shown(comparison: Comparison) -> ShownComparison:
 
 
 @functools.wraps(run.compare)
-def compare(*args: Any, **kwargs: Any) -> ShownComparison:  # noqa: D103: that of the study
+def compare(*args: Any, **kwargs: Any) -> ShownComparison:  # noqa: D103
     if kwargs.get("on_progress") is not None:
         return shown(run.compare(*args, **kwargs))
     with _notebook_progress() as follow:
@@ -88,7 +88,7 @@ compare.__signature__ = inspect.signature(run.compare)  # type: ignore[attr-defi
 
 
 @functools.wraps(folder.load_comparison)
-def load_comparison(folder_path: str | Path) -> ShownComparison:  # noqa: D103: that of the study
+def load_comparison(folder_path: str | Path) -> ShownComparison:  # noqa: D103
     return shown(folder.load_comparison(folder_path))
 
 

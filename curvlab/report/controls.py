@@ -171,8 +171,8 @@ def damping_words(damping: Damping | None) -> list[str]:
     if damping.rules:
         return [
             f"The damping rules: α = {damping.alpha:g} is more than the largest eigenvalue of {of} here, "
-            f"{value}. The damped matrix (1−α)C + αI is then mostly αI, every pair's step is nearly −g/α, and "
-            "distances between steps measure the damping, not the curvature. Compare at a smaller α."
+            f"{value}. The damped matrix (1−α)C + αI is then mostly αI, every step is nearly −g/α, and "
+            "distances of steps measure the damping, not the curvature. Compare at a smaller α."
         ]
     return [f"The largest eigenvalue of {of} is {value} here, beside α = {damping.alpha:g}."]
 
@@ -200,13 +200,13 @@ class Evidence:
 def evidence_of(comparison: Comparison) -> Evidence:
     """What a comparison knows besides its cells, at its deciding point."""
     point = comparison.point
-    scenes = comparison.scenes[comparison.scenes["point"] == point]
+    scenes = comparison.at_point("scenes")
     damping = None
     if len(scenes):
         largest = float(scenes["largest_eigenvalue"].median())
         damping = Damping(float(comparison.config["alpha"]), largest, str(scenes["largest_of"].iloc[0]))
-    rounds = comparison.repetitions
-    rounds = rounds[(rounds["point"] == point) & (rounds["solver"] != "")]
+    rounds = comparison.at_point("repetitions")
+    rounds = rounds[rounds["solver"] != ""] if len(rounds) else rounds
     return Evidence(
         against_gradient(comparison.draws, point),
         damping,
@@ -218,7 +218,7 @@ def evidence_of(comparison: Comparison) -> Evidence:
 
 def point_words(comparison: Comparison) -> str:
     """The deciding point in words, with the steps that led there; empty for a folder without any."""
-    scenes = comparison.scenes[comparison.scenes["point"] == comparison.point]
+    scenes = comparison.at_point("scenes")
     if scenes.empty:
         return ""
     steps = int(scenes["steps"].iloc[0])

@@ -110,7 +110,7 @@ ANGLE = replace(
     basis="angle to the Newton step",
     axis="distance of the step from the Newton step, at the best scale (%)",
     definition="Angle: min over t of ‖t d − n‖ / ‖n‖, the distance that is left at the best scale of the "
-    "pair's step d, the sine of its angle to the exact damped Newton step n: a learning rate is tuned anyway.",
+    "pair's step d, the sine of its angle to the exact damped Newton step n: learning rates are tuned.",
 )
 LOSS = Measure(
     column="loss_left",

@@ -1,9 +1,9 @@
 """The Pareto front of cost against a measure of error, with ties that respect the measured spread.
 
 Two times differ where the interval of their paired differences, round by round, leaves out zero; with fewer
-than three rounds, where their medians differ by more than the larger of the two interquartile ranges. Otherwise
-there is no difference beyond the noise. Errors are computed, not sampled: two are the same when they agree to
-one part in a thousand.
+than three rounds, where their medians differ by more than the larger of the two interquartile ranges.
+Otherwise there is no difference beyond the noise. Errors are computed, not sampled: two are the same when
+they agree to one part in a thousand.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pandas as pd
 
 from curvlab.studies.compare.decisions import Decision
 
-__all__ = ["Candidate", "candidates", "front", "level_with", "zero_step_pairs"]
+__all__ = ["Candidate", "candidates", "front", "level_with", "undominated", "zero_step_pairs"]
 
 SAME_ERROR = 1e-3
 ROUNDS = 3  # of timing, from which paired differences decide
@@ -96,7 +96,7 @@ def front(pairs: Sequence[Candidate]) -> list[Candidate]:
     """
     known = [pair for pair in pairs if not math.isnan(pair.error)]
     kept: list[Candidate] = []
-    for pair in sorted(_undominated(known), key=lambda pair: (pair.error, pair.cost)):
+    for pair in sorted(undominated(known), key=lambda pair: (pair.error, pair.cost)):
         if not kept or not pair.same_cost(kept[-1]):
             kept.append(pair)
     return kept[::-1]
@@ -114,7 +114,7 @@ def level_with(pair: Candidate, pairs: Sequence[Candidate]) -> list[Candidate]:
     ]
 
 
-def _undominated(pairs: Sequence[Candidate]) -> list[Candidate]:
+def undominated(pairs: Sequence[Candidate]) -> list[Candidate]:
     """The front of the medians alone: by rising cost, each with a smaller error than all before it."""
     kept: list[Candidate] = []
     for pair in sorted(pairs, key=lambda pair: (pair.cost, pair.error)):

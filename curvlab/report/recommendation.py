@@ -1,11 +1,11 @@
 """The answer in words: which pair of provider and solver the measurements speak for, and how firmly.
 
 Cost is the median of estimate + prepare + apply. Accuracy is the first of four measures that is known
-(`measures`). Only pairs that beat the gradient step are suggested (`controls`); where none does, the answer is
-to use the gradient. Of the Pareto front of those that do, the pair with the best price is suggested: the least
-time for each halving of the way to the Newton point, or the smallest product of time and error. Pairs whose
-steps are the same are one group, of which the cheapest is named. Where training was measured, the lowest loss
-decides. A pair whose step is zero is never suggested.
+(`measures`). Only pairs that beat the gradient step are suggested (`controls`); where none does, the answer
+is to use the gradient. Of the Pareto front of those that do, the pair with the best price is suggested: the
+least time for each halving of the way to the Newton point, or the smallest product of time and error. Pairs
+whose steps are the same are one group, of which the cheapest is named. Where training was measured, the
+lowest loss decides. A pair whose step is zero is never suggested.
 """
 
 from __future__ import annotations

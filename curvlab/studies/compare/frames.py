@@ -88,6 +88,11 @@ class Comparison:
         """The point that decides: the last of those measured at."""
         return str(self.config.get("at", [UNTRAINED])[-1])
 
+    def at_point(self, name: str) -> pd.DataFrame:
+        """The rows of a frame that are of the deciding point; all, where the frame has no points."""
+        frame: pd.DataFrame = getattr(self, name)
+        return frame[frame["point"] == self.point] if "point" in frame else frame
+
     @property
     def ok(self) -> bool:
         """Whether no cell failed (a skipped one has not) and at least one pair was measured."""

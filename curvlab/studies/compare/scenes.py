@@ -121,7 +121,7 @@ class SceneProblems:
         return self._at(scene, 0)
 
     def other(self, scene: Scene) -> Problem | None:
-        """The same with the next batch of that epoch; None where there is none, or the data are the user's."""
+        """The same with the next batch of that epoch; None where there is none, or data are the user's."""
         subject = self.settings.subject
         if not isinstance(subject, Setup) or imports.is_address(subject.data):
             return None
