@@ -91,12 +91,12 @@ def against_gradient(draws: pd.DataFrame | None, point: str) -> dict[Pair, Again
         return {}
     here = draws[draws["point"] == point]
     scenes = ["seed", "draw"]
-    gradient = here[here["provider"] == "identity"].set_index(scenes)
+    gradient = here[here["provider"] == "identity"].set_index(scenes).sort_index()
     if gradient.empty:
         return {}
     found = {}
     for pair, group in here[here["solver"] != ""].groupby(["provider", "solver"], sort=False):
-        own = group.set_index(scenes)
+        own = group.set_index(scenes).sort_index()
         joined = own.join(gradient, rsuffix="_control", how="inner")
         found[str(pair[0]), str(pair[1])] = Against(
             _beside(joined, "sine", smaller=True),
