@@ -253,10 +253,9 @@ def test_off_the_chain_errors_are_at_the_outputs_of_layers_with_a_bias_or_withou
     frame = curvlab.errors(problem, ["fisher", "hessian"], weights=True)
     twin = Residual(bias=True).to(x)
     twin.load_state_dict(model.state_dict(), strict=False)
-    if not bias:
-        for name, parameter in twin.named_parameters():
-            if name.endswith("bias"):
-                nn.init.zeros_(parameter)
+    for name, parameter in twin.named_parameters():
+        if name not in model.state_dict():
+            nn.init.zeros_(parameter)
     fisher = curvlab.estimate("fisher", Problem(twin, "cross-entropy", x, y))
     names = [name for name in frame["layer_name"].unique() if name != "Total"]
     assert names

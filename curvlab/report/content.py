@@ -40,6 +40,7 @@ from curvlab.report.tables import (
 )
 from curvlab.report.theme import Look, Theme
 from curvlab.report.training import runs, settings_words
+from curvlab.studies.compare.decisions import Decision
 from curvlab.studies.schema import extra_settings
 
 if TYPE_CHECKING:
@@ -188,19 +189,21 @@ def _coverage(comparison: Comparison) -> list[tuple[str, str]]:
     if point := point_words(comparison):
         found.append(("deciding point", point))
         draws = len(comparison.at_point("scenes"))
-        found.append(("draws", f"{draws} ({comparison.config.get('seeds', 1)} seeds × batches)"))
+        seeds = int(comparison.config.get("seeds", 1))
+        found.append(("draws", f"{draws} ({seeds} × {draws // seeds}: seeds × batches)"))
     return found
 
 
 def _pareto(comparison: Comparison) -> Section:
     cells, measure = comparison.cells, measure_of(comparison.cells)
+    times = evidence_of(comparison).times
     curvature = Drawing(
         "pareto",
         "Every pair by its cost and the distance of its provider's bias blocks from the absolute Hessian "
         f"|H|, in which the solver does not count. {FRONT}",
-        lambda look: pareto_scatter(cells, look=look),
+        lambda look: pareto_scatter(cells, look=look, times=times),
         question="Which provider is closest to the absolute Hessian for its cost?",
-        answer=_front_words(cells, CURVATURE.column),
+        answer=_front_words(cells, CURVATURE.column, times),
     )
     if measure is CURVATURE:
         return Section("front", "Cost against error", drawings=(curvature,))
@@ -208,16 +211,16 @@ def _pareto(comparison: Comparison) -> Section:
         "newton",
         f"Every pair by its cost and its {measure.noun}, which the answer above goes by. "
         f"{_gradient_words(comparison)}{FRONT}",
-        lambda look: pareto_scatter(cells, look=look, error=measure.column),
+        lambda look: pareto_scatter(cells, look=look, error=measure.column, times=times),
         question=f"Which pair is best by time and {measure.basis}?",
-        answer=_front_words(cells, measure.column),
+        answer=_front_words(cells, measure.column, times),
     )
     return Section("front", "Cost against error", measure.definition, drawings=(step, curvature))
 
 
-def _front_words(cells: pd.DataFrame, column: str) -> str:
+def _front_words(cells: pd.DataFrame, column: str, times: Decision | None) -> str:
     """The members of the front."""
-    ahead = front([pair for pair in candidates(cells, column) if not math.isnan(pair.error)])
+    ahead = front([pair for pair in candidates(cells, column, times) if not math.isnan(pair.error)])
     if not ahead:
         return ""
     return f"On the front, cheapest first: {', '.join(pair.name for pair in ahead)}."

@@ -124,20 +124,20 @@ def control_words(pairs: Sequence[Candidate], against: Mapping[Pair, Against]) -
     if not beside:
         return []
     first = next(iter(beside.values()))
-    words = ["The control is the gradient step at its best scale: it"]
+    words = ["The control is the gradient step at its best scale: it "]
     parts = []
     if not math.isnan(first.angle[1]):
         nearest = min(beside, key=lambda pair: beside[pair].angle[0])
         closest = f"the closest pair, {' + '.join(nearest)}, {percent(beside[nearest].angle[0])}"
-        parts.append(f" is {percent(first.angle[1])} from the exact damped Newton step ({closest})")
+        parts.append(f"is {percent(first.angle[1])} from the exact damped Newton step ({closest})")
     if not math.isnan(first.loss[1]):
         most = max(beside, key=lambda pair: beside[pair].loss[0])
         largest = f"the most by a pair, {' + '.join(most)}: {percent(beside[most].loss[0])}"
-        parts.append(f" lowers the loss of its batch by {percent(first.loss[1])} ({largest})")
+        parts.append(f"lowers the loss of its batch by {percent(first.loss[1])} ({largest})")
         if not math.isnan(first.other[1]):
             there = f"{percent(first.other[1])} ({' + '.join(most)}: {percent(beside[most].other[0])})"
-            parts.append(f" that of another batch by {there}")
-    words.append(join_names(parts).replace(" and  ", " and ") + ".")
+            parts.append(f"that of another batch by {there}")
+    words.append(join_names(parts) + ".")
     losers = [" + ".join(pair) for pair, one in beside.items() if not one.beats]
     if losers and len(losers) < len(beside):
         words.append(f" No better than it beyond the noise: {join_names(losers)}.")

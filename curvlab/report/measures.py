@@ -97,7 +97,7 @@ STEP = Measure(
     closer="is closer to the Newton step",
     rule="needs the least time for each halving of the way to the Newton point (a step at distance 25 % "
     "halves it twice; under 1 % counts as 1 %)",
-    axis="distance of the step from the Newton step (%)",
+    axis="distance to the Newton step (%)",
     definition="Distance to the Newton step: ‖d − n‖ / ‖n‖ of the pair's step d and the step n that solves "
     "((1−α)H + αI) n = −g with the exact Hessian, block by block. It depends on the provider and on the "
     "solver; no step at all is at 100 %.",
@@ -108,7 +108,7 @@ ANGLE = replace(
     column="sine",
     noun="angle",
     basis="angle to the Newton step",
-    axis="distance of the step from the Newton step, at the best scale (%)",
+    axis="distance to the Newton step, best scale (%)",
     definition="Angle: min over t of ‖t d − n‖ / ‖n‖, the distance that is left at the best scale of the "
     "pair's step d, the sine of its angle to the exact damped Newton step n: learning rates are tuned.",
 )
@@ -118,7 +118,7 @@ LOSS = Measure(
     basis="decrease of the loss",
     closer="lowers the loss more",
     rule="needs the least time for each halving of the loss",
-    axis="loss of the batch after the step, at the best step size (% of that before)",
+    axis="loss that a step leaves, best step size (%)",
     definition="Decrease of the loss: 1 − L(θ + ηd) / L(θ) on the batch that the step d is from, at the best "
     "step size η; on another batch at that same η.",
     price=_time_per_halving,
@@ -129,7 +129,7 @@ CURVATURE = Measure(
     basis="error of the curvature (bias blocks, from the absolute Hessian |H|)",
     closer="has a smaller error",
     rule="has the smallest product of the two (errors under 1 % count as 1 %)",
-    axis="bias blocks: distance from the absolute Hessian |H| (%)",
+    axis="bias blocks: distance from |H| (%)",
     definition="Error: ‖B̃ − |B|‖_F / ‖|B|‖_F, how far the provider's bias blocks B̃ are from those of the "
     "absolute Hessian |H|, which has the absolute eigenvalues of the exact blocks B (the paper's yardstick). "
     "It is the same for every solver; of `hessian`, whose blocks are exact, it shows negative curvature.",

@@ -201,7 +201,10 @@ class Setup:
         from curvlab.criteria.registry import criterion_named
 
         if imports.is_address(self.criterion):
-            return criterion_named(imports.load(self.criterion, "criterion"))
+            made = imports.load(self.criterion, "criterion")
+            # A command line cannot call a class such as torch.nn:HuberLoss.
+            made = imports.call(made, self.criterion, "criterion") if isinstance(made, type) else made
+            return criterion_named(made)
         return criterion_named(self.criterion)
 
     def build_batches(self, epoch: int = 0, start: int = 0) -> tuple[Tensor, Tensor] | Iterable[Any]:

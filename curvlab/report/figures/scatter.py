@@ -26,6 +26,7 @@ from curvlab.report.measures import MEASURES
 from curvlab.report.numbers import Unit, second_unit
 from curvlab.report.pareto import Candidate, candidates, front, undominated
 from curvlab.report.theme import Look
+from curvlab.studies.compare.decisions import Decision
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,9 +37,16 @@ WIDE = 6.0  # a range of more than this factor is drawn on a logarithmic axis
 
 
 def pareto_scatter(
-    cells: pd.DataFrame, ax: Axes | None = None, look: Look | None = None, *, error: str = "error_relative"
+    cells: pd.DataFrame,
+    ax: Axes | None = None,
+    look: Look | None = None,
+    *,
+    error: str = "error_relative",
+    times: Decision | None = None,
 ) -> Axes:
     """Median seconds (with their interquartile range) against `error`; the front is labelled.
+
+    `times` decides which of two pairs is cheaper, from paired rounds.
 
     >>> cells = pd.DataFrame({"provider": ["fisher", "pch-1"], "solver": "kfi", "status": "ok",
     ...     "total_seconds": [0.001, 0.002], "total_iqr": 1e-5, "error_relative": [0.9, 0.1]})
@@ -46,7 +54,7 @@ def pareto_scatter(
     ['fisher + kfi', 'pch-1 + kfi']
     """
     ax, look = get_axes(ax, WIDTH, 4.4), look_of(look, cells)
-    pairs = [pair for pair in candidates(cells, error) if np.isfinite(pair.error)]
+    pairs = [pair for pair in candidates(cells, error, times) if np.isfinite(pair.error)]
     if not pairs:
         return empty(ax, look, "no pair finished with a known error")
     unit = second_unit([pair.cost for pair in pairs])

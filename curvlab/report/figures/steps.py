@@ -20,11 +20,11 @@ __all__ = ["damping_curves", "point_curves"]
 SIZE = (5.0, 4.0)
 GRADIENT = "identity"
 LABELS = {
-    "sine": "distance from the Newton step of that α, best scale (%)",
-    "decrease": "decrease of the loss, best step size (%)",
-    "decrease_full": "decrease of the loss, step size 1 (%)",
-    "predicted": "decrease that its own model predicts (%)",
-    "weight_relative": "weight blocks: distance from the Hessian (%)",
+    "sine": "distance to the Newton step (%)",
+    "decrease": "decrease, best step size (%)",
+    "decrease_full": "decrease, step size 1 (%)",
+    "predicted": "predicted decrease, step size 1 (%)",
+    "weight_relative": "weight blocks: distance from H (%)",
     "error_relative": "bias blocks: distance from |H| (%)",
 }
 
@@ -45,7 +45,7 @@ def damping_curves(
     for (provider, solver), group in known.groupby(["provider", "solver"], sort=False):
         ordered = group.sort_values("alpha")
         _line(ax, look, ordered["alpha"], 100 * ordered[measure], str(provider), str(solver))
-    if measure == "decrease_full":
+    if measure in ("decrease_full", "predicted"):
         ax.set_ylim(bottom=max(ax.get_ylim()[0], -100))  # what raises the loss further is as useless
     ax.set(xlabel="damping α", ylabel=LABELS.get(measure, measure))
     log_axis(ax, "x")

@@ -104,9 +104,9 @@ CELLS = (
         "weight_relative",
         "percent",
         "relative error",
-        short="Weights",
+        short="Weight",
         covers=OF_WEIGHTS,
-        legend="Weights: the same of its weight blocks, against H with its signs.",
+        legend="Weight: the same of its weight blocks, against H with its signs.",
     ),
     Column(
         "distance",
