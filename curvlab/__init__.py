@@ -22,11 +22,10 @@ if TYPE_CHECKING:
     from curvlab.gradient import Gradient
     from curvlab.problem import Problem
     from curvlab.providers.estimate import estimate
+    from curvlab.report.comparison import compare, load_comparison
     from curvlab.solvers import Additive, Mixed, Solution, Status
     from curvlab.solvers.solve import solve
-    from curvlab.studies.compare.folder import load_comparison
     from curvlab.studies.compare.frames import Comparison
-    from curvlab.studies.compare.run import compare
     from curvlab.studies.small.bounds import bounds
     from curvlab.studies.small.errors import errors
     from curvlab.studies.small.plan import plan
@@ -71,11 +70,11 @@ _MODULES = {
     "StaleWarning": "curvlab.curvature",
     "Status": "curvlab.solvers",
     "bounds": "curvlab.studies.small.bounds",
-    "compare": "curvlab.studies.compare.run",
+    "compare": "curvlab.report.comparison",
     "errors": "curvlab.studies.small.errors",
     "estimate": "curvlab.providers",
     "keep_batches": "curvlab.batches",
-    "load_comparison": "curvlab.studies.compare.folder",
+    "load_comparison": "curvlab.report.comparison",
     "plan": "curvlab.studies.small.plan",
     "solve": "curvlab.solvers",
 }
