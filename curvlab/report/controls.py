@@ -25,7 +25,7 @@ from curvlab.report.numbers import digits, percent
 from curvlab.report.pareto import Candidate
 from curvlab.report.words import join_names
 from curvlab.studies.compare.decisions import Decision
-from curvlab.studies.compare.scenes import Point
+from curvlab.studies.compare.points import Point
 from curvlab.studies.compare.timing import decide_times
 
 if TYPE_CHECKING:

@@ -1,12 +1,8 @@
 """Where a comparison measures: points on the way of one training, several seeds, several batches.
 
-    init          the model as it is built                 checkpoint   the state that a file holds
-    step:N        after N steps of Adam                    epoch:N      after N passes over the training set
-    trained       after as many steps as a stated cost buys, at most 100
-
-Training begins at the checkpoint where there is one. A scene is one point, one seed and one batch; every
-number of a comparison is of one scene, or of all of a point. The states of a training are kept while its
-points are measured one after the other, and are the same whoever trains: the seed decides.
+A scene is one point (`points`), one seed and one batch; every number of a comparison is of one scene, or of
+all of a point. Training begins at the checkpoint where there is one. Its states are kept while its points are
+measured one after the other, and are the same whoever trains: the seed decides.
 """
 
 from __future__ import annotations
@@ -21,68 +17,18 @@ from typing import TYPE_CHECKING, Any
 
 from curvlab import imports
 from curvlab.exceptions import CurvlabError, SpecError
+from curvlab.studies.compare.points import GIVEN, Point
+from curvlab.studies.compare.settings import Settings, build
 from curvlab.studies.setup import Setup
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from curvlab.problem import Problem
-    from curvlab.studies.compare.settings import Settings
 
-__all__ = ["GIVEN", "Point", "Scene", "SceneProblems", "read_points", "scenes_of"]
+__all__ = ["Scene", "SceneProblems", "load_checkpoint", "scenes_of"]
 
-GIVEN = "given"
 TRAINED_STEPS, TRAINED_OPERATIONS = 100, 5e11
-WORDS = {
-    GIVEN: "the model as it was given",
-    "init": "the model as it is built, untrained",
-    "checkpoint": "the checkpoint",
-}
-
-
-@dataclass(frozen=True)
-class Point:
-    """A place on the way of a training.
-
-    >>> Point.read("epoch:5").words
-    'after 5 epochs of Adam'
-    """
-
-    name: str
-    kind: str
-    count: int = 0
-
-    @classmethod
-    def read(cls, text: str) -> Point:
-        """The point by its name."""
-        kind, _, count = text.partition(":")
-        plain = kind in ("init", "trained", "checkpoint", GIVEN) and not count
-        counted = kind in ("step", "epoch") and count.isdecimal() and int(count) > 0
-        if not plain and not counted:
-            raise SpecError(
-                f"point `{text}` is not known; use init, trained, checkpoint, step:N or epoch:N (N from 1), "
-                f"several with commas: --at init,epoch:1,epoch:5"
-            )
-        return cls(text, kind, int(count or 0))
-
-    @property
-    def words(self) -> str:
-        """The point in words, as reports name it."""
-        if self.kind == "trained":
-            return "after training"
-        if self.kind in ("step", "epoch"):
-            return f"after {self.count} {self.kind}{'s' if self.count > 1 else ''} of Adam"
-        return WORDS[self.kind]
-
-
-def read_points(names: tuple[str, ...]) -> tuple[str, ...]:
-    """The points that are named, one or several with commas in each text, checked.
-
-    >>> read_points(("init,epoch:1", "epoch:5"))
-    ('init', 'epoch:1', 'epoch:5')
-    """
-    found = [part.strip() for name in names for part in name.split(",") if part.strip()]
-    return tuple(dict.fromkeys(Point.read(name).name for name in found))
 
 
 @dataclass(frozen=True)
@@ -134,8 +80,6 @@ class SceneProblems:
         return self._state(scene)[1] if Point.read(scene.point).kind not in (GIVEN, "init") else 0
 
     def _at(self, scene: Scene, start: int) -> Problem:
-        from curvlab.studies.compare.settings import build
-
         subject = self.settings.subject
         if Point.read(scene.point).kind == GIVEN:
             return build(subject)
@@ -153,8 +97,6 @@ class SceneProblems:
     def _train(self, seed: int) -> dict[str, tuple[dict[str, Tensor], int]]:
         """The state at each point, from one training."""
         import torch
-
-        from curvlab.studies.compare.settings import build
 
         setup = _seeded(self.settings.subject, seed)
         problem = build(setup)

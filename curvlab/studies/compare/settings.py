@@ -24,7 +24,7 @@ from curvlab import defaults, imports, specs
 from curvlab.exceptions import ArgumentError, SpecError
 from curvlab.measure.source import source_hash
 from curvlab.registry import Registry
-from curvlab.studies.compare.scenes import GIVEN, read_points
+from curvlab.studies.compare.points import GIVEN, read_points
 from curvlab.studies.schema import Setting, extra_columns, extra_settings, setting, settings_of
 from curvlab.studies.setup import SETUP, Setup
 from curvlab.studies.store import key_of
