@@ -28,11 +28,10 @@ if TYPE_CHECKING:
     from curvlab.linalg.estimators import Estimate
     from curvlab.problem import Problem
     from curvlab.providers.estimate import estimate
+    from curvlab.report.comparison import compare, load_comparison
     from curvlab.solvers import Additive, Mixed, Solution, Status
     from curvlab.solvers.solve import solve
-    from curvlab.studies.compare.folder import load_comparison
     from curvlab.studies.compare.frames import Comparison
-    from curvlab.studies.compare.run import compare
     from curvlab.studies.small.bounds import bounds
     from curvlab.studies.small.errors import errors
     from curvlab.studies.small.plan import plan
@@ -95,14 +94,14 @@ _MODULES = {
     "Status": "curvlab.solvers",
     "Tracker": "curvlab.studies.small.tracker",
     "bounds": "curvlab.studies.small.bounds",
-    "compare": "curvlab.studies.compare.run",
+    "compare": "curvlab.report.comparison",
     "curvature_from": "curvlab.analysis.foreign",
     "density": "curvlab.analysis.density",
     "errors": "curvlab.studies.small.errors",
     "estimate": "curvlab.providers",
     "landscape": "curvlab.analysis.landscape",
     "keep_batches": "curvlab.batches",
-    "load_comparison": "curvlab.studies.compare.folder",
+    "load_comparison": "curvlab.report.comparison",
     "plan": "curvlab.studies.small.plan",
     "similarity": "curvlab.analysis.similarity",
     "solve": "curvlab.solvers",

@@ -11,6 +11,7 @@ __all__ = [
     "NEWTON_LIMIT",
     "PLAN_FORMS",
     "PROVIDERS",
+    "REFERENCE_OPERATIONS",
     "SOLVERS",
     "STEP_ALPHA",
     "STEP_LR",
@@ -32,6 +33,9 @@ BASELINES = ("sgd", "adam")
 
 NEWTON_LIMIT = 1_000_000
 """Up to how many parameters the exact Newton direction is solved for."""
+
+REFERENCE_OPERATIONS = 1e12
+"""Operations that each exact reference of a comparison may take: Newton's direction, errors on any graph."""
 
 PLAN_FORMS = ("sample-space", "textbook")
 """The forms of each solver that are planned: the one that curvlab runs, and the textbook's."""

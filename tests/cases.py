@@ -14,6 +14,9 @@ from torch.nn import functional as F
 import curvlab
 from tests.reference import Reference
 
+ONE_SCENE: dict[str, Any] = {"at": ("init",), "batches": 1, "alphas": ()}
+"""A comparison of the untrained model on one batch at one damping: as quick as it goes."""
+
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "sigmoid": nn.Sigmoid,
     "tanh": nn.Tanh,

@@ -25,6 +25,7 @@ from curvlab.studies.compare.tasks import Task
 from curvlab.studies.setup import Setup
 from curvlab.studies.small.plan import plan
 from curvlab.studies.store import Store
+from tests.cases import ONE_SCENE
 
 TINY = Setup(arch="6-4-3", data="synthetic[features=6,classes=3,examples=50]", batch=20, dtype="float64")
 PROVIDERS = ["fisher", "pch-1", "hessian"]
@@ -39,7 +40,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def compared(folder) -> Comparison:
-    return compare(TINY, PROVIDERS, ["kfi", SHORT], alpha=ALPHA, repetitions=2, output=folder)
+    return compare(TINY, PROVIDERS, ["kfi", SHORT], alpha=ALPHA, **ONE_SCENE, repetitions=2, output=folder)
 
 
 def cell(compared: Comparison, provider: str, solver: str) -> dict:
@@ -190,27 +191,29 @@ def test_seconds_are_medians_of_the_repetitions(compared):
 
 def test_repetitions_are_interleaved_and_rotate(folder, compared):
     rows = Store(folder, read_only=True).rows("cost")
-    pairs = [(row["provider"], row["solver"]) for row in rows]
-    assert len(set(pairs[:5])) == 5
-    assert pairs[5:] == pairs[1:5] + pairs[:1]
+    timed = [(row.get("control"), row.get("provider"), row.get("solver")) for row in rows]
+    assert len(set(timed[:7])) == 7  # two controls and five pairs
+    assert timed[7:] == timed[1:7] + timed[:1]
 
 
 def counted(*arguments, **options) -> tuple[int, Comparison]:
     """How many cells were measured, and the comparison."""
     seen: list[int] = []
-    found = compare(*arguments, on_progress=lambda progress: seen.append(progress.done), **options)
+    chosen = ONE_SCENE | {"on_progress": lambda progress: seen.append(progress.done)} | options
+    found = compare(*arguments, **chosen)
     return seen[-1], found
 
 
 @pytest.mark.slow
 def test_a_finished_comparison_is_not_run_again_and_more_repetitions_run_only_those(tmp_path):
     ask = (TINY, ["fisher"], ["kfi"])
-    assert counted(*ask, repetitions=2, output=tmp_path)[0] == 4
+    # The scene, three controls, an error and a solve; and a round of timing is two controls and the pair.
+    assert counted(*ask, repetitions=2, output=tmp_path)[0] == 6 + 2 * 3
     assert counted(*ask, repetitions=2, output=tmp_path)[0] == 0
-    assert counted(*ask, repetitions=3, output=tmp_path)[0] == 1
+    assert counted(*ask, repetitions=3, output=tmp_path)[0] == 3
     assert counted(TINY, ["fisher[kind=empirical]"], ["kfi"], repetitions=3, output=tmp_path)[0] == 0
-    assert counted(*ask, repetitions=1, alpha=0.1, output=tmp_path)[0] == 3
-    assert counted(*ask, repetitions=1, output=tmp_path, fresh=True)[0] == 3
+    assert counted(*ask, repetitions=1, alpha=0.1, output=tmp_path)[0] == 6 + 3
+    assert counted(*ask, repetitions=1, output=tmp_path, fresh=True)[0] == 6 + 3
 
 
 def test_the_store_says_what_was_compared_and_loads_as_the_same_comparison(compared, folder):
@@ -230,7 +233,7 @@ def test_one_torn_and_one_corrupted_line_cost_their_own_cells_only(tmp_path):
     lines = path.read_text().splitlines(keepends=True)
     lines[1] = "{corrupted\n"
     path.write_text("".join(lines)[:-10])
-    with pytest.warns(UserWarning, match=r"line (2|5)"):
+    with pytest.warns(UserWarning, match=r"line (2|13)"):
         assert counted(*ask, repetitions=2, output=tmp_path)[0] == 2
     assert (tmp_path / "results.rejected.jsonl").exists()
 
@@ -253,7 +256,7 @@ def switch() -> Exception:
 
 
 def test_a_cell_that_fails_is_a_row_with_its_message_and_the_others_go_on(tmp_path):
-    found = compare(TINY, [Broken(), "fisher"], ["kfi"], repetitions=1, output=tmp_path)
+    found = compare(TINY, [Broken(), "fisher"], ["kfi"], **ONE_SCENE, repetitions=1, output=tmp_path)
     assert found.cells["status"].tolist() == ["failed", "ok"]
     assert "a defect of mine" in found.cells["message"][0]
     assert not found.ok
@@ -282,7 +285,9 @@ def test_what_the_problem_makes_equal_is_said():
 @pytest.mark.slow
 def test_training_rows_are_there_for_pairs_and_baselines():
     setup = Setup(data="digits[train=100,test=50]", batch=50)
-    found = compare(setup, ["pch-1"], ["ea-cg"], repetitions=1, epochs=1, tune=False, train_seeds=1)
+    found = compare(
+        setup, ["pch-1"], ["ea-cg"], **ONE_SCENE, repetitions=1, epochs=1, tune=False, train_seeds=1
+    )
     assert found.convergence["optimizer"].unique().tolist() == ["pch-1 + ea-cg", "sgd", "adam"]
     assert found.convergence["epoch"].tolist() == [0, 1] * 3
     assert found.ok
@@ -292,7 +297,7 @@ def test_training_rows_are_there_for_pairs_and_baselines():
 def test_training_rows_say_what_each_optimizer_was_run_with(tmp_path):
     setup = Setup(data="digits[train=100,test=50]", batch=50)
     ask = {"alpha": 0.1, "lr": 0.3, "baselines": ["sgd[lr=0.05]", "adam"], "epochs": 1, "repetitions": 1}
-    compare(setup, ["pch-1"], ["ea-cg"], output=tmp_path, tune=False, train_seeds=1, **ask)
+    compare(setup, ["pch-1"], ["ea-cg"], output=tmp_path, tune=False, train_seeds=1, **ONE_SCENE, **ask)
     ends = load_comparison(tmp_path).convergence.query("epoch == 1").set_index("optimizer")
     assert ends["lr"].to_dict() == {"pch-1 + ea-cg": 0.3, "sgd[lr=0.05]": 0.05, "adam": 0.001}
     assert ends["alpha"].dropna().to_dict() == {"pch-1 + ea-cg": 0.1}
@@ -306,7 +311,7 @@ def test_training_rows_say_what_each_optimizer_was_run_with(tmp_path):
         (lambda: compare(TINY, ["pch[gama=1]"]), "Did you mean `gamma`"),
         (lambda: compare(TINY, []), "no provider was given"),
         (lambda: compare(TINY, alpha=0.0), "alpha=0.0"),
-        (lambda: compare(TINY, repetitions=0), "repetitions=0"),
+        (lambda: compare(TINY, **ONE_SCENE, repetitions=0), "repetitions=0"),
         (lambda: compare(TINY, lr=-1.0), "lr=-1.0: a learning rate is a finite number above 0"),
         (lambda: compare(TINY, baselines=["sdg"]), "Did you mean `sgd`"),
         (lambda: compare(replace(TINY, model="mine:net")), "would change nothing: the model is your own"),
@@ -330,7 +335,7 @@ def test_labels_are_short_and_canonical_texts_complete():
 
 def test_folders_merge_into_one_comparison(tmp_path):
     for name, provider in (("a", "fisher"), ("b", "pch-1")):
-        compare(TINY, [provider], ["kfi"], repetitions=1, output=tmp_path / name)
+        compare(TINY, [provider], ["kfi"], **ONE_SCENE, repetitions=1, output=tmp_path / name)
     done = merge_comparisons([tmp_path / "a", tmp_path / "b"], tmp_path / "c")
     joined = load_comparison(tmp_path / "c")
     assert joined.cells["provider"].tolist() == ["fisher", "pch-1"]
@@ -356,8 +361,10 @@ def test_a_row_does_not_depend_on_what_was_measured_before_it(monkeypatch):
 @pytest.mark.slow
 def test_processes_store_the_rows_that_serial_stores(tmp_path):
     ask = (TINY, ["fisher", "pch-1"], ["kfi"])
-    serial = compare(*ask, repetitions=1, output=tmp_path / "serial")
-    parallel = compare(*ask, repetitions=1, output=tmp_path / "parallel", executor="process[workers=2]")
+    serial = compare(*ask, **ONE_SCENE, repetitions=1, output=tmp_path / "serial")
+    parallel = compare(
+        *ask, **ONE_SCENE, repetitions=1, output=tmp_path / "parallel", executor="process[workers=2]"
+    )
     keys = [
         {(row["kind"], row["key"]) for row in Store(tmp_path / name).rows()}
         for name in ("serial", "parallel")

@@ -17,6 +17,7 @@ import json, os, random, signal, sys, time
 from pathlib import Path
 from curvlab.studies.compare.run import compare
 from curvlab.studies.setup import Setup
+from tests.cases import ONE_SCENE
 
 SETUP = Setup(arch="5-4-3", data="synthetic[features=5,classes=3,examples=30]", batch=10)
 base, draw = Path(sys.argv[1]), random.Random(7)
@@ -28,7 +29,7 @@ def rows(folder):
 def attempt(folder, seconds):
     child = os.fork()
     if child == 0:
-        compare(SETUP, ["fisher", "pch-1"], ["kfi", "sm-kfi"], repetitions=3, output=folder)
+        compare(SETUP, ["fisher", "pch-1"], ["kfi", "sm-kfi"], **ONE_SCENE, repetitions=3, output=folder)
         os._exit(0)
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

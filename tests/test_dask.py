@@ -21,20 +21,23 @@ from curvlab.studies.compare.run import Progress, compare
 from curvlab.studies.executor import place_of
 from curvlab.studies.setup import Setup
 from curvlab.studies.store import Store
+from tests.cases import ONE_SCENE
 
 pytest.importorskip("distributed")
 pytestmark = pytest.mark.slow
 
 SECONDS = 900
 SETUP = Setup(data="digits[train=64]", arch="64-6-10", batch=16, device="cpu", dtype="float64")
-# 4 errors and 12 pairs, and only then 24 timings: a scheduler lost before these cannot be too late.
-CELLS, FIRST_STAGE = 40, 16
+# A scene, 3 controls, 4 errors and 12 pairs, and only then 28 timings, those of 2 controls among them: a
+# scheduler lost before these cannot be too late.
+CELLS, FIRST_STAGE = 48, 20
 STUDY: dict[str, Any] = {
     "providers": ("fisher", "gauss-newton", "pch-1", "pch-2"),
     "solvers": ("kfi", "cg[max_iter=2]", "ea-cg[max_iter=2]"),
     "repetitions": 2,
     "threads": 1,
     "newton_limit": 0,
+    **ONE_SCENE,
 }
 MEASURED = ("estimate_seconds", "prepare_seconds", "apply_seconds")
 

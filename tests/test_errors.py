@@ -13,12 +13,12 @@ from torch.func import functional_call, hessian
 
 import curvlab
 from curvlab.curvature import Curvature, Definiteness, LayerCurvature
-from curvlab.exceptions import ProblemError
 from curvlab.linalg import DenseFactor
 from curvlab.linalg.factors import InputFactors
 from curvlab.problem import Problem
 from curvlab.providers import Context, Provider
 from curvlab.studies.small import errors as weight_errors
+from curvlab.studies.small.references import Budget, probed_weight_errors
 
 ALL = [
     "fisher",
@@ -212,10 +212,16 @@ def test_a_stream_gives_the_errors_of_the_batch_in_one_pass() -> None:
     assert streamed["error"].tolist() == pytest.approx(whole["error"].tolist(), rel=1e-10)
 
 
-def test_weight_errors_refuse_a_stream() -> None:
-    x, y = batch()
-    with pytest.raises(ProblemError, match=r"was given a stream.*problem\.with_data"):
-        curvlab.errors(Problem(mlp(), "robust", [(x, y)]), weights=True)
+def test_weight_errors_of_a_stream_are_estimated_by_random_products() -> None:
+    model, (x, y) = mlp(nn.Tanh), batch(64)
+    exact = curvlab.errors(Problem(model, "cross-entropy", x, y), ["fisher", "hessian"], weights=True)
+    halves = [(x[:32], y[:32]), (x[32:], y[32:])]
+    probed = curvlab.errors(Problem(model, "cross-entropy", halves), ["fisher", "hessian"], weights=True)
+    assert exact.attrs["weight_probes"] == 0 < probed.attrs["weight_probes"]
+    assert at(probed, "fisher", "Total", "weight_relative") == pytest.approx(
+        at(exact, "fisher", "Total", "weight_relative"), rel=0.3
+    )
+    assert at(probed, "hessian", "Total", "weight_relative") < 1e-12
 
 
 class Residual(nn.Module):
@@ -240,11 +246,51 @@ def test_providers_that_need_no_chain_are_measured_without_one() -> None:
         assert at(frame, provider, 1, "error") == pytest.approx((block - truth).norm().item(), rel=1e-9)
 
 
-def test_what_needs_a_chain_says_so() -> None:
-    with pytest.raises(ProblemError, match=r"errors\(weights=True\)"):
-        curvlab.errors(Problem(Residual(), "cross-entropy", *batch()), "fisher", weights=True)
-    with pytest.raises(ProblemError, match=r"layer `first` has no bias.*layers=\["):
-        curvlab.errors(Problem(Residual(bias=False), "cross-entropy", *batch()), "fisher")
+@pytest.mark.parametrize("bias", [True, False])
+def test_off_the_chain_errors_are_at_the_outputs_of_layers_with_a_bias_or_without(bias: bool) -> None:
+    model, (x, y) = Residual(bias=bias), batch(12)
+    problem = Problem(model, "cross-entropy", x, y)
+    frame = curvlab.errors(problem, ["fisher", "hessian"], weights=True)
+    twin = Residual(bias=True).to(x)
+    twin.load_state_dict(model.state_dict(), strict=False)
+    for name, parameter in twin.named_parameters():
+        if name not in model.state_dict():
+            nn.init.zeros_(parameter)
+    fisher = curvlab.estimate("fisher", Problem(twin, "cross-entropy", x, y))
+    names = [name for name in frame["layer_name"].unique() if name != "Total"]
+    assert names
+    for name in names:
+        exact = absolute(true_block(twin, f"{name}.bias", nn.functional.cross_entropy, x, y))
+        distance = (fisher.blocks[f"{name}.bias"].to_dense() - exact).norm().item()
+        rows = frame[(frame["layer_name"] == name) & (frame["provider"] == "fisher")]
+        assert rows["error"].item() == pytest.approx(distance, rel=1e-9)
+    assert frame.attrs["left_out"] == []
+    weights = sum(p.numel() for n, p in model.named_parameters() if n.endswith("weight"))
+    share = weights / sum(p.numel() for p in model.parameters())
+    assert frame.attrs["weight_share"] == pytest.approx(share)
+    assert at(frame, "hessian", "Total", "weight_relative") < 1e-10
+
+
+def test_probed_weight_errors_are_unbiased_for_the_frobenius_norms() -> None:
+    model, (x, y) = Residual(), batch(12)
+    problem = Problem(model, "cross-entropy", x, y)
+    fisher, exact = curvlab.estimate(["fisher", "hessian"], problem)
+    found = [probed_weight_errors(exact, [fisher], Budget(math.inf), seed=seed) for seed in range(40)]
+    for name, block in exact.blocks.items():
+        if name.endswith("weight"):
+            truth = block.to_dense()
+            error = (fisher.blocks[name].to_dense() - truth).norm().item()
+            squares = [one[0][name] ** 2 for one, _, _ in found]
+            assert (sum(squares) / len(squares)) ** 0.5 == pytest.approx(error, rel=0.15)
+            norms = [norms[name] ** 2 for _, norms, _ in found]
+            assert (sum(norms) / len(norms)) ** 0.5 == pytest.approx(truth.norm().item(), rel=0.15)
+
+
+def test_what_is_beyond_the_limit_is_left_out_with_the_reason() -> None:
+    problem = Problem(Residual(bias=False), "cross-entropy", *batch())
+    frame = curvlab.errors(problem, "fisher", weights=True, operations=1.0)
+    assert frame[["error", "weight_error"]].isna().all(axis=None)
+    assert "beyond the limit" in " ".join(frame.attrs["left_out"])
 
 
 def test_a_subset_of_layers_keeps_their_numbers() -> None:

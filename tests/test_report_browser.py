@@ -13,7 +13,6 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ import pandas as pd
 import pytest
 
 from curvlab.report import write_report
+from curvlab.studies.compare.frames import Comparison
 
 pytestmark = pytest.mark.slow
 
@@ -135,7 +135,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     started.close()
 
 
-def comparison() -> SimpleNamespace:
+def comparison() -> Comparison:
     """Two providers, one of a hostile name, times two solvers; every section has something to show."""
     rng = np.random.default_rng(0)
     pairs = [(provider, solver) for provider in ("pch-1", EVIL) for solver in ("kfi", "ea-cg")]
@@ -167,7 +167,9 @@ def comparison() -> SimpleNamespace:
     epochs = pd.DataFrame({"epoch": range(3), "seconds": [0, 0.5, 1], "train_loss": [2.3, 1.0, 0.4]})
     epochs = epochs.assign(test_loss=1.0, test_accuracy=[0.1, 0.6, 0.8], status="ok")
     runs = [("pch-1 + kfi", "pch-1", "kfi"), (f"{EVIL} + ea-cg", EVIL, "ea-cg"), ("sgd", "", "")]
-    return SimpleNamespace(
+    return Comparison(
+        repetitions=pd.DataFrame(),
+        blocks=pd.DataFrame(),
         config={"data": EVIL, "criterion": "cross-entropy", "batch": 500, "repetitions": 5},
         environment={"python": "3.11", "versions": {"torch": EVIL}},
         command=f"curvlab compare --data '{EVIL}' " + "-p a-rather-long-provider-name " * 9,

@@ -8,7 +8,6 @@ import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
-from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import matplotlib as mpl
@@ -35,6 +34,7 @@ from curvlab.report import (
 )
 from curvlab.report.drawing import svg
 from curvlab.report.theme import PAGE
+from curvlab.studies.compare.frames import Comparison
 
 pytestmark = pytest.mark.slow
 
@@ -80,7 +80,7 @@ def convergence() -> pd.DataFrame:
     )
 
 
-def comparison(**changes: object) -> SimpleNamespace:
+def comparison(**changes: object) -> Comparison:
     fields = {
         "config": {"data": EVIL, "setup": {"criterion": "cross-entropy"}, "providers": list(PROVIDERS)},
         "environment": {"versions": {"torch": EVIL}},
@@ -88,11 +88,13 @@ def comparison(**changes: object) -> SimpleNamespace:
         "cells": cells(),
         "errors": errors(),
         "traces": traces(),
+        "repetitions": pd.DataFrame(),
+        "blocks": pd.DataFrame(),
         "convergence": convergence(),
         "warnings": [EVIL],
         "failures": [f"sgd: {EVIL}"],
     }
-    return SimpleNamespace(**fields | changes)
+    return Comparison(**fields | changes)
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ from curvlab.exceptions import FolderInUseError, ResultsFolderError
 from curvlab.studies.compare.run import compare, load_comparison
 from curvlab.studies.run_lock import run_lock
 from curvlab.studies.setup import Setup
+from tests.cases import ONE_SCENE
 
 TINY = Setup(arch="5-4-3", data="synthetic[features=5,classes=3,examples=30]", batch=10, device="cpu")
 SMALL = ["--arch", TINY.arch, "--data", TINY.data, "--batch", "10", "--device", "cpu", "--quiet"]
@@ -82,7 +83,7 @@ def holder(tmp_path: Path):
 def test_a_second_process_stops_at_once_and_names_the_one_that_holds_the_folder(command, holder, tmp_path):
     words = COMMANDS.get(command)
     if words is None:
-        compare(TINY, ["fisher"], ["kfi"], repetitions=1, output=tmp_path / "other")
+        compare(TINY, ["fisher"], ["kfi"], **ONE_SCENE, repetitions=1, output=tmp_path / "other")
         words = ["merge", str(tmp_path / "other")]
     before = contents(tmp_path / "run")
     started = time.monotonic()
@@ -156,7 +157,7 @@ def test_the_lock_holds_between_threads_and_one_thread_may_take_it_again(tmp_pat
 @pytest.mark.slow
 @fork
 def test_reading_a_folder_needs_no_lock(tmp_path):
-    compare(TINY, ["fisher"], ["kfi"], repetitions=1, output=tmp_path / "run")
+    compare(TINY, ["fisher"], ["kfi"], **ONE_SCENE, repetitions=1, output=tmp_path / "run")
     reader, told = os.pipe()
     process = multiprocessing.get_context("fork").Process(target=hold, args=(tmp_path / "run", told))
     process.start()

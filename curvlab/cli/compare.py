@@ -149,11 +149,11 @@ def _document(compared: Comparison, folder: Path, report: Path) -> dict[str, Any
 
 def show_comparison(compared: Comparison) -> None:
     """The table of cells, what to know of them, and the answer."""
-    from curvlab.report import recommend
+    from curvlab.report.comparison import shown
     from curvlab.report.training import race_ends
 
     columns = cell_columns()
-    show_rows(columns, compared.cells.to_dict("records"))
+    show_rows(columns, [*compared.cells.to_dict("records"), *compared.controls.to_dict("records")])
     if compared.measured:
         paragraph(" ".join(column.legend for column in columns if column.legend))
     if not compared.convergence.empty:
@@ -161,6 +161,5 @@ def show_comparison(compared: Comparison) -> None:
         show_rows(RACE if "seeds" in last else CONVERGENCE, last.to_dict("records"), {"epoch": "Epochs"})
     for warning in compared.warnings:
         paragraph(f"Note: {warning}")
-    answer = recommend(compared.cells, compared.errors, compared.convergence)
-    for text in (answer.headline, *answer.paragraphs):
+    for text in shown(compared).answer.splitlines():
         paragraph(text)

@@ -108,7 +108,7 @@ def _cell(column: Column, row: Mapping[Any, Any]) -> str:
     if column.is_text:
         return str(value)
     number = math.nan if value is None else float(value)
-    if column.spread:
+    if column.spread and column.kind == "seconds":
         failed = row.get("status", "ok") != "ok"
         return str(row["status"]) if failed else with_spread(number, float(row[column.spread]))
     return number_words(column.kind, number)

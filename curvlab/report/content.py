@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import pandas as pd
+
+from curvlab.report.controls import damping_words, evidence_of, point_words
 from curvlab.report.figures import (
     convergence_curves,
     cost_bars,
+    damping_curves,
     error_heatmap,
     memory_bars,
     pareto_scatter,
+    point_curves,
     residual_curves,
 )
 from curvlab.report.figures.axes import pairs_of
-from curvlab.report.measures import CURVATURE, STEP, measure_of
+from curvlab.report.measures import ANGLE, CURVATURE, LOSS, STEP, measure_of
+from curvlab.report.numbers import byte_words, digits, percent, second_words
+from curvlab.report.pareto import candidates, front
 from curvlab.report.recommendation import Recommendation, recommend
 from curvlab.report.tables import (
     Table,
@@ -25,9 +34,13 @@ from curvlab.report.tables import (
     error_table,
     left_out_table,
     mapping_table,
+    point_table,
+    scene_table,
+    spectrum_table,
 )
 from curvlab.report.theme import Look, Theme
 from curvlab.report.training import runs, settings_words
+from curvlab.studies.compare.decisions import Decision
 from curvlab.studies.schema import extra_settings
 
 if TYPE_CHECKING:
@@ -35,7 +48,7 @@ if TYPE_CHECKING:
 
     from curvlab.studies.compare.frames import Comparison
 
-__all__ = ["Answer", "Content", "Drawing", "Section", "content_of"]
+__all__ = ["Answer", "Content", "Drawing", "Section", "answer_of", "content_of"]
 
 FACTS = (
     "arch",
@@ -50,18 +63,24 @@ FACTS = (
     "dtype",
 )
 FRONT = (
-    "The dashed line is the Pareto front, its members are named; whiskers: interquartile range of the time."
+    "Nothing measured is both cheaper and better than the dashed line; named are those on it that are cheaper"
+    " than the next better one beyond the noise. Whiskers: interquartile range of the time."
 )
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure: what to call its file, what it shows, and how to draw it in a look."""
+    """A figure: what to call its file, what it shows, and how to draw it in a look.
+
+    The question that it answers stands above it, the answer and then the caption below.
+    """
 
     name: str
     caption: str
     draw: Callable[[Look], Axes]
     half: bool = False
+    question: str = ""
+    answer: str = ""
 
     @property
     def file_name(self) -> str:
@@ -114,6 +133,8 @@ def content_of(comparison: Comparison) -> Content:
     frames = [cells, comparison.errors, comparison.traces, convergence]
     sections = [
         _pareto(comparison),
+        _dampings(comparison),
+        _points(comparison),
         _errors(comparison),
         _costs(comparison),
         _memory(comparison),
@@ -126,11 +147,21 @@ def content_of(comparison: Comparison) -> Content:
     ]
     return Content(
         title="Which curvature, which solver?",
-        facts=_facts(comparison.config),
-        answer=recommend(cells, comparison.errors, convergence),
+        facts=(*_facts(comparison.config), *_coverage(comparison)),
+        answer=answer_of(comparison),
         sections=tuple(section for section in sections if section is not None),
         look=lambda theme: Look.of_frames(*frames, theme=theme),
         names=tuple(f"{provider} + {solver}" for provider, solver in pairs_of(cells)),
+    )
+
+
+def answer_of(comparison: Comparison) -> Recommendation:
+    """What the comparison says to use, at its deciding point."""
+    return recommend(
+        comparison.cells,
+        comparison.at_point("errors"),
+        comparison.convergence,
+        evidence=evidence_of(comparison),
     )
 
 
@@ -142,54 +173,235 @@ def _facts(config: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     return tuple((name, known[name]) for name in names if known.get(name))
 
 
+def _coverage(comparison: Comparison) -> list[tuple[str, str]]:
+    """Which parameters the numbers speak for, where and on what they were measured."""
+    found = []
+    scenes = comparison.scenes
+    if len(scenes):
+        every, own = int(scenes["parameters"].iloc[0]), int(scenes["covered_parameters"].iloc[0])
+        found.append(("parameters with curvature", f"{own:,} of {every:,} ({percent(own / every)})"))
+    if comparison.coverage:
+        bias, weight = comparison.coverage["bias_share"], comparison.coverage["weight_share"]
+        found.append(("errors of bias blocks", f"{percent(bias)} of the parameters"))
+        probes = int(comparison.coverage["weight_probes"])
+        by = f", estimated by {probes} random products" if probes else ""
+        found.append(("errors of weight blocks", f"{percent(weight)}{by}"))
+    if point := point_words(comparison):
+        found.append(("deciding point", point))
+        draws = len(comparison.at_point("scenes"))
+        seeds = int(comparison.config.get("seeds", 1))
+        found.append(("draws", f"{draws} ({seeds} × {draws // seeds}: seeds × batches)"))
+    return found
+
+
 def _pareto(comparison: Comparison) -> Section:
-    cells = comparison.cells
+    cells, measure = comparison.cells, measure_of(comparison.cells)
+    times = evidence_of(comparison).times
     curvature = Drawing(
         "pareto",
         "Every pair by its cost and the distance of its provider's bias blocks from the absolute Hessian "
         f"|H|, in which the solver does not count. {FRONT}",
-        lambda look: pareto_scatter(cells, look=look),
+        lambda look: pareto_scatter(cells, look=look, times=times),
+        question="Which provider is closest to the absolute Hessian for its cost?",
+        answer=_front_words(cells, CURVATURE.column, times),
     )
-    if measure_of(cells) is CURVATURE:
+    if measure is CURVATURE:
         return Section("front", "Cost against error", drawings=(curvature,))
     step = Drawing(
         "newton",
-        "Every pair by its cost and the distance of its step from the exact damped Newton step, which the "
-        f"answer above goes by. {FRONT}",
-        lambda look: pareto_scatter(cells, look=look, error=STEP.column),
+        f"Every pair by its cost and its {measure.noun}, which the answer above goes by. "
+        f"{_gradient_words(comparison)}{FRONT}",
+        lambda look: pareto_scatter(cells, look=look, error=measure.column, times=times),
+        question=f"Which pair is best by time and {measure.basis}?",
+        answer=_front_words(cells, measure.column, times),
     )
-    return Section("front", "Cost against error", drawings=(step, curvature))
+    return Section("front", "Cost against error", measure.definition, drawings=(step, curvature))
+
+
+def _front_words(cells: pd.DataFrame, column: str, times: Decision | None) -> str:
+    """The members of the front."""
+    ahead = front([pair for pair in candidates(cells, column, times) if not math.isnan(pair.error)])
+    if not ahead:
+        return ""
+    return f"On the front, cheapest first: {', '.join(pair.name for pair in ahead)}."
+
+
+def _gradient_words(comparison: Comparison) -> str:
+    """Where the control would stand."""
+    found = comparison.controls[comparison.controls["provider"] == "identity"]
+    known = [name for name in ("sine", "loss_left") if name in found and found[name].notna().any()]
+    if found.empty or not known:
+        return ""
+    column = measure_of(comparison.cells).column
+    value = float(found[column].iloc[0]) if column in found else math.nan
+    return (
+        "" if math.isnan(value) else f"The gradient step, which costs least, would be at {percent(value)}. "
+    )
+
+
+def _dampings(comparison: Comparison) -> Section | None:
+    """The steps at several dampings, on the first draw of the deciding point."""
+    held = comparison.at_point("dampings")
+    if held.empty:
+        return None
+    draws = comparison.at_point("draws")
+    first = draws.drop_duplicates(["provider", "solver"]).assign(alpha=float(comparison.config["alpha"]))
+    frame = pd.concat([held, first[first["provider"].isin(held["provider"])]], ignore_index=True)
+    measures = (
+        ("sine", "How far is each step from the Newton step of its own α?"),
+        ("decrease", "How much does each step lower the loss, at its best step size?"),
+        ("predicted", "What does the pair's own quadratic model promise of a full step?"),
+        ("decrease_full", "And what does a full step do?"),
+    )
+    drawings = tuple(
+        Drawing(
+            f"alpha-{measure}",
+            "One batch; the gradient step is the grey line.",
+            functools.partial(_damping_drawing, frame, measure),
+            half=True,
+            question=question,
+            answer=_best_alpha_words(frame, measure),
+        )
+        for measure, question in measures
+        if frame[measure].notna().any()
+    )
+    evidence = evidence_of(comparison)
+    return Section(
+        "damping",
+        "Damping",
+        " ".join(damping_words(evidence.damping)),
+        drawings,
+        folded=(
+            spectrum_table(comparison.at_point("spectra")),
+            scene_table(comparison.scenes),
+        ),
+    )
+
+
+def _damping_drawing(frame: pd.DataFrame, measure: str, look: Look) -> Axes:
+    return damping_curves(frame, look=look, measure=measure)
+
+
+def _best_alpha_words(frame: pd.DataFrame, measure: str) -> str:
+    """The pair and the damping with the best value."""
+    pairs = frame[(frame["solver"] != "") & frame[measure].notna()]
+    if pairs.empty:
+        return ""
+    values = pairs[measure].to_numpy(float)
+    row = pairs.iloc[int(values.argmin() if measure == "sine" else values.argmax())]
+    what = "Closest" if measure == "sine" else "Most"
+    name, value = f"{row['provider']} + {row['solver']}", percent(float(row[measure]))
+    return f"{what}: {name} at α = {digits(float(row['alpha']))}, {value}."
+
+
+def _points(comparison: Comparison) -> Section | None:
+    """The same at every point of the training."""
+    points = comparison.points
+    if points.empty or points["point"].nunique() < 2:
+        return None
+    step = "sine" if points["sine"].notna().any() else "decrease"
+    measures = [
+        ("weight_relative", "Do the weight blocks stay as close to the Hessian as training goes on?"),
+        ("error_relative", "And the bias blocks to the absolute Hessian?"),
+        (step, "Do the steps stay as good?"),
+    ]
+    drawings = tuple(
+        Drawing(
+            f"points-{measure.replace('_', '-')}",
+            "Medians over the draws.",
+            functools.partial(_point_drawing, points, measure),
+            half=True,
+            question=question,
+        )
+        for measure, question in measures
+        if points[measure].notna().any()
+    )
+    return Section("points", "On the way of training", "", drawings, folded=(point_table(points),))
+
+
+def _point_drawing(points: pd.DataFrame, measure: str, look: Look) -> Axes:
+    return point_curves(points, look=look, measure=measure)
 
 
 def _errors(comparison: Comparison) -> Section | None:
-    errors = comparison.errors
+    errors = comparison.at_point("errors")
     if errors.empty:
         return None
+    if "draw" in errors:
+        errors = errors[(errors["draw"] == errors["draw"].min()) & (errors["seed"] == errors["seed"].min())]
     caption = (
         "Distance of each layer's bias block B̃ from that of the absolute Hessian |H|, ‖B̃ − |B|‖ in the "
         "Frobenius norm. The colour is logarithmic: darker is further. Total: the root of the sum of squares."
     )
-    drawing = Drawing("errors", caption, lambda look: error_heatmap(errors, look=look))
+    drawings = [
+        Drawing(
+            "errors",
+            caption,
+            lambda look: error_heatmap(errors, look=look),
+            question="At which layer is each provider furthest from the absolute Hessian?",
+            answer=_closest_words(errors, "relative"),
+        )
+    ]
+    if "weight_error" in errors and errors["weight_error"].notna().any():
+        drawings.append(
+            Drawing(
+                "weight-errors",
+                "Distance of each layer's weight block from the exact Hessian's, signed, over its norm.",
+                lambda look: error_heatmap(errors, look=look, column="weight_relative"),
+                question="And the weight blocks, which have most of the parameters?",
+                answer=_closest_words(errors, "weight_relative"),
+            )
+        )
     return Section(
         "errors",
         "Error by layer",
         CURVATURE.definition,
-        drawings=(drawing,),
+        drawings=tuple(drawings),
         folded=(error_table(errors),),
     )
+
+
+def _closest_words(errors: pd.DataFrame, column: str) -> str:
+    total = errors[(errors["layer"] == "Total") & errors[column].notna()]
+    if total.empty:
+        return ""
+    row = total.iloc[int(total[column].to_numpy(float).argmin())]
+    return f"Closest in total: {row['provider']}, {percent(float(row[column]))} off."
+
+
+def _with_controls(comparison: Comparison) -> pd.DataFrame:
+    """The cells and the controls as one frame."""
+    frames = [frame for frame in (comparison.cells, comparison.controls) if len(frame)]
+    return pd.concat(frames, ignore_index=True) if len(frames) > 1 else comparison.cells
 
 
 def _costs(comparison: Comparison) -> Section:
     caption = (
         "Median time of one step: estimate the curvature, prepare the solver (all that needs only the "
         "matrix), apply it to a gradient; bars are split as the medians of the three are. "
-        "Repetitions are interleaved over the pairs."
+        "Repetitions are interleaved over the pairs and the controls, which are grey."
     )
-    return Section(
+    drawing = Drawing(
         "time",
-        "Time",
-        drawings=(Drawing("time", caption, lambda look: cost_bars(comparison.cells, look=look)),),
+        caption,
+        lambda look: cost_bars(_with_controls(comparison), look=look),
+        question="What does a step cost, beside a plain one?",
+        answer=_cheapest_words(comparison, "total_seconds", second_words),
     )
+    return Section("time", "Time", drawings=(drawing,))
+
+
+def _cheapest_words(comparison: Comparison, column: str, words: Callable[[float], str]) -> str:
+    cells = comparison.cells[comparison.cells[column].notna() & (comparison.cells["status"] == "ok")]
+    if cells.empty:
+        return ""
+    row = cells.iloc[int(cells[column].to_numpy(float).argmin())]
+    text = f"The least: {row['provider']} + {row['solver']}, {words(float(row[column]))}"
+    plain = comparison.controls[comparison.controls["provider"] == "sgd"][column].dropna()
+    if plain.empty:
+        return f"{text}."
+    ratio = digits(float(row[column]) / float(plain.iloc[0]), 2)
+    return f"{text}, {ratio} × that of a plain SGD step ({words(float(plain.iloc[0]))})."
 
 
 def _memory(comparison: Comparison) -> Section | None:
@@ -199,11 +411,14 @@ def _memory(comparison: Comparison) -> Section | None:
         "Peak of live tensor bytes, what the result holds on to, and the peak that planning on fake tensors "
         "predicts."
     )
-    return Section(
+    drawing = Drawing(
         "memory",
-        "Memory",
-        drawings=(Drawing("memory", caption, lambda look: memory_bars(comparison.cells, look=look)),),
+        caption,
+        lambda look: memory_bars(_with_controls(comparison), look=look),
+        question="What memory does a step take, beside a plain one?",
+        answer=_cheapest_words(comparison, "peak_bytes", byte_words),
     )
+    return Section("memory", "Memory", drawings=(drawing,))
 
 
 def _training(comparison: Comparison) -> Section | None:
@@ -249,8 +464,10 @@ def _residuals(comparison: Comparison) -> Section | None:
 
 
 def _all_pairs(comparison: Comparison) -> Section:
-    text = f"Medians, with the interquartile range in brackets. {CURVATURE.definition} {STEP.definition}"
-    return Section("pairs", "All numbers", text, tables=(cell_table(comparison.cells),))
+    words = " ".join(measure.definition for measure in (CURVATURE, STEP, ANGLE, LOSS))
+    text = f"Medians, with the interquartile range in brackets; the last rows are the controls. {words}"
+    table = cell_table(_with_controls(comparison), comparison.coverage)
+    return Section("pairs", "All numbers", text, tables=(table,))
 
 
 def _warnings(comparison: Comparison) -> Section | None:

@@ -20,9 +20,20 @@ from curvlab.report.drawing import svg
 from curvlab.report.theme import DARK, LIGHT, PAGE, Theme
 from curvlab.version import __version__
 
-__all__ = ["html_page", "mark_up"]
+__all__ = ["html_fragment", "html_page", "mark_up"]
 
 LONGEST_UNBROKEN = 34  # a longer name may break, or it would leave a phone's screen
+
+
+def html_fragment(content: Content) -> str:
+    """The page in a frame of its own, for a notebook: its styles and its script are not the notebook's."""
+    page = escape(html_page(content))
+    return str(
+        Markup(
+            '<iframe sandbox="allow-scripts" style="width:100%;height:720px;border:0" srcdoc="{}">'
+        ).format(page)
+        + Markup("</iframe>")
+    )
 
 
 def html_page(content: Content) -> str:

@@ -1,24 +1,27 @@
-"""How far off a pair is: two measures, what each is in words, and how it is traded against time.
+"""How far off a pair is: four measures, what each is in words, and how it is traded against time.
 
-    step        ‖d − n‖ / ‖n‖             the pair's step d against the exact damped Newton step n
-    curvature   ‖B̃ − |B|‖_F / ‖|B|‖_F     the provider's bias blocks against the absolute Hessian's
+    angle       min_t ‖t d − n‖ / ‖n‖     the pair's step d at its best scale; n: the exact damped Newton step
+    step        ‖d − n‖ / ‖n‖             the same as the step is taken
+    loss        L(θ + ηd) / L(θ)          what a step leaves of the loss, at the best step size η
+    curvature   ‖B̃ − |B|‖ / ‖|B|‖         the provider's bias blocks against the absolute Hessian's
 
-The first depends on the provider and on the solver, so pairs are compared by it where it was measured. The
-second, the paper's yardstick, is the same for every solver: by it only time tells solvers apart.
+Pairs are compared by the first of these that is known: the first two need the Newton step, the third exists
+for every network, and the last, the paper's yardstick, is the same for every solver: by it only time tells
+solvers apart. (Folders of earlier releases have the second and the last.)
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pandas as pd
 
 from curvlab.report.numbers import percent
 from curvlab.report.pareto import Candidate, candidates
 
-__all__ = ["CURVATURE", "MEASURES", "STEP", "Measure", "curvature_words", "measure_of"]
+__all__ = ["ANGLE", "CURVATURE", "LOSS", "MEASURES", "STEP", "Measure", "curvature_words", "measure_of"]
 
 FLOOR = 0.01  # what is closer counts as this: an exact solve must not win at any price
 NOTICEABLE = 1e-3  # less between H and |H| is rounding, not an indefinite Hessian
@@ -43,15 +46,17 @@ class Measure:
 
 
 def measure_of(cells: pd.DataFrame) -> Measure:
-    """What pairs are compared by: the step where that is known of any, the curvature otherwise.
+    """What pairs are compared by: the first measure that is known of any pair.
 
     >>> frame = pd.DataFrame({"provider": ["a"], "solver": ["s"], "status": ["ok"], "total_seconds": [1.0],
     ...     "total_iqr": [0.1], "distance": [float("nan")]})
     >>> measure_of(frame).noun
     'error'
     """
-    known = any(not math.isnan(pair.error) for pair in candidates(cells, STEP.column))
-    return STEP if known else CURVATURE
+    for measure in (ANGLE, STEP, LOSS):
+        if any(not math.isnan(pair.error) for pair in candidates(cells, measure.column)):
+            return measure
+    return CURVATURE
 
 
 def curvature_words(provider: str, error: float) -> str:
@@ -92,10 +97,30 @@ STEP = Measure(
     closer="is closer to the Newton step",
     rule="needs the least time for each halving of the way to the Newton point (a step at distance 25 % "
     "halves it twice; under 1 % counts as 1 %)",
-    axis="distance of the step from the Newton step (%)",
+    axis="distance to the Newton step (%)",
     definition="Distance to the Newton step: ‖d − n‖ / ‖n‖ of the pair's step d and the step n that solves "
     "((1−α)H + αI) n = −g with the exact Hessian, block by block. It depends on the provider and on the "
     "solver; no step at all is at 100 %.",
+    price=_time_per_halving,
+)
+ANGLE = replace(
+    STEP,
+    column="sine",
+    noun="angle",
+    basis="angle to the Newton step",
+    axis="distance to the Newton step, best scale (%)",
+    definition="Angle: min over t of ‖t d − n‖ / ‖n‖, the distance that is left at the best scale of the "
+    "pair's step d, the sine of its angle to the exact damped Newton step n: learning rates are tuned.",
+)
+LOSS = Measure(
+    column="loss_left",
+    noun="loss that is left",
+    basis="decrease of the loss",
+    closer="lowers the loss more",
+    rule="needs the least time for each halving of the loss",
+    axis="loss that a step leaves, best step size (%)",
+    definition="Decrease of the loss: 1 − L(θ + ηd) / L(θ) on the batch that the step d is from, at the best "
+    "step size η; on another batch at that same η.",
     price=_time_per_halving,
 )
 CURVATURE = Measure(
@@ -104,10 +129,10 @@ CURVATURE = Measure(
     basis="error of the curvature (bias blocks, from the absolute Hessian |H|)",
     closer="has a smaller error",
     rule="has the smallest product of the two (errors under 1 % count as 1 %)",
-    axis="bias blocks: distance from the absolute Hessian |H| (%)",
+    axis="bias blocks: distance from |H| (%)",
     definition="Error: ‖B̃ − |B|‖_F / ‖|B|‖_F, how far the provider's bias blocks B̃ are from those of the "
     "absolute Hessian |H|, which has the absolute eigenvalues of the exact blocks B (the paper's yardstick). "
     "It is the same for every solver; of `hessian`, whose blocks are exact, it shows negative curvature.",
     price=_product,
 )
-MEASURES = {measure.column: measure for measure in (STEP, CURVATURE)}
+MEASURES = {measure.column: measure for measure in (ANGLE, STEP, LOSS, CURVATURE)}

@@ -1,21 +1,25 @@
 """The Pareto front of cost against a measure of error, with ties that respect the measured spread.
 
-Two times differ when their medians differ by more than the larger of the two interquartile ranges; otherwise
-there is no difference beyond the noise. Errors are computed, not sampled: two are the same when they agree to
-one part in a thousand.
+Two times differ where the interval of their paired differences, round by round, leaves out zero; with fewer
+than three rounds, where their medians differ by more than the larger of the two interquartile ranges.
+Otherwise there is no difference beyond the noise. Errors are computed, not sampled: two are the same when
+they agree to one part in a thousand.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pandas as pd
 
-__all__ = ["Candidate", "candidates", "front", "level_with", "zero_step_pairs"]
+from curvlab.studies.compare.decisions import Decision
+
+__all__ = ["Candidate", "candidates", "front", "level_with", "undominated", "zero_step_pairs"]
 
 SAME_ERROR = 1e-3
+ROUNDS = 3  # of timing, from which paired differences decide
 ROUNDING = 1e-9  # relative errors below this are rounding, not error
 
 
@@ -28,6 +32,7 @@ class Candidate:
     cost: float
     spread: float
     error: float
+    times: Decision | None = field(default=None, repr=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -35,12 +40,17 @@ class Candidate:
         return f"{self.provider} + {self.solver}"
 
     def same_cost(self, other: Candidate) -> bool:
-        """Whether the difference of the two medians is within the larger interquartile range.
+        """Whether the two cost the same beyond the noise: by paired rounds where there are enough of them.
+
+        Otherwise, whether the difference of the two medians is within the larger interquartile range.
 
         >>> a, b = (Candidate("p", "s", cost, 0.2, 0.1) for cost in (1.0, 1.1))
         >>> a.same_cost(b)
         True
         """
+        decided = self.times
+        if decided is not None and {self.name, other.name} <= set(decided.names):
+            return decided.same(self.name, other.name)
         return abs(self.cost - other.cost) <= max(self.spread, other.spread)
 
     def better_error(self, other: Candidate) -> bool:
@@ -48,8 +58,13 @@ class Candidate:
         return self.error < other.error * (1 - SAME_ERROR) - ROUNDING
 
 
-def candidates(cells: pd.DataFrame, error: str = "error_relative") -> list[Candidate]:
-    """The cells that finished with a step and a known cost, with the column `error` as their error."""
+def candidates(
+    cells: pd.DataFrame, error: str = "error_relative", times: Decision | None = None
+) -> list[Candidate]:
+    """The cells that finished with a step and a known cost, with the column `error` as their error.
+
+    `times` decides between costs, from paired rounds (`curvlab.studies.compare.timing.decide_times`).
+    """
     finished = cells[(cells["status"] == "ok") & cells["total_seconds"].notna() & ~_zero(cells)]
     return [
         Candidate(
@@ -57,7 +72,8 @@ def candidates(cells: pd.DataFrame, error: str = "error_relative") -> list[Candi
             str(row["solver"]),
             float(row["total_seconds"]),
             _known(row["total_iqr"]),
-            float(row[error]) if pd.notna(row[error]) else math.nan,
+            float(row[error]) if error in row and pd.notna(row[error]) else math.nan,
+            times if times is not None and times.rounds >= ROUNDS else None,
         )
         for _, row in finished.iterrows()
     ]
@@ -80,7 +96,7 @@ def front(pairs: Sequence[Candidate]) -> list[Candidate]:
     """
     known = [pair for pair in pairs if not math.isnan(pair.error)]
     kept: list[Candidate] = []
-    for pair in sorted(_undominated(known), key=lambda pair: (pair.error, pair.cost)):
+    for pair in sorted(undominated(known), key=lambda pair: (pair.error, pair.cost)):
         if not kept or not pair.same_cost(kept[-1]):
             kept.append(pair)
     return kept[::-1]
@@ -98,7 +114,7 @@ def level_with(pair: Candidate, pairs: Sequence[Candidate]) -> list[Candidate]:
     ]
 
 
-def _undominated(pairs: Sequence[Candidate]) -> list[Candidate]:
+def undominated(pairs: Sequence[Candidate]) -> list[Candidate]:
     """The front of the medians alone: by rising cost, each with a smaller error than all before it."""
     kept: list[Candidate] = []
     for pair in sorted(pairs, key=lambda pair: (pair.cost, pair.error)):

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from curvlab.report.measures import CURVATURE, STEP, Measure, curvature_words
+from curvlab.report.controls import Evidence
+from curvlab.report.measures import ANGLE, CURVATURE, LOSS, STEP, Measure, curvature_words
 from curvlab.report.numbers import digits, percent, second_words
 from curvlab.report.pareto import Candidate, candidates, zero_step_pairs
 from curvlab.report.words import count_words, join_names, sentence
@@ -22,6 +23,7 @@ __all__ = [
     "left_out",
     "no_newton",
     "off_the_front",
+    "same_steps",
     "standing_still",
     "ties",
     "why",
@@ -38,6 +40,11 @@ def cost_and_accuracy(pair: Candidate, measure: Measure) -> str:
         return cost
     if measure is STEP:
         return f"{cost}, and its step is {percent(pair.error)} from the exact damped Newton step"
+    if measure is ANGLE:
+        away = f"{percent(pair.error)} from the exact damped Newton step"
+        return f"{cost}, and its step is, at the best scale, {away}"
+    if measure is LOSS:
+        return f"{cost}, and its step leaves {percent(pair.error)} of the loss of its batch"
     return f"{cost}, and {curvature_words(pair.provider, pair.error)}"
 
 
@@ -61,7 +68,7 @@ def why(best: Candidate, ahead: Sequence[Candidate], pairs: Sequence[Candidate],
 
 def far(best: Candidate, measure: Measure) -> list[str]:
     """That not even the best step is closer to Newton's than standing still."""
-    if measure is not STEP or best.error < 1:
+    if measure not in (STEP, ANGLE) or best.error < 1:
         return []
     return [
         "No step at all would be as close to the Newton step (100 %): at this damping the distance speaks "
@@ -107,14 +114,14 @@ def curvature_alone(best: Candidate, cells: pd.DataFrame, measure: Measure) -> l
 
 def no_newton(best: Candidate, cells: pd.DataFrame, measure: Measure) -> list[str]:
     """Why steps cannot be compared, and what that means for the answer."""
-    if measure is STEP:
+    if measure in (STEP, ANGLE):
         return []
     finished = cells[(cells["status"] == "ok") & cells["distance"].isna()]
     reasons = sorted({str(reason) for reason in finished["newton_reason"].dropna() if str(reason)})
     because = f": {join_names(reasons)}" if reasons else ""
     text = sentence(f"The exact damped Newton step is not known here{because}")
-    if math.isnan(best.error):
-        return [text]
+    if math.isnan(best.error) or measure is LOSS:
+        return [f"{text} Pairs are compared by what their steps do to the loss." if measure is LOSS else text]
     return [
         f"{text} The error of the curvature is the same for every solver: between solvers only time decides."
     ]
@@ -160,19 +167,47 @@ def left_out(cells: pd.DataFrame) -> list[str]:
     return [" ".join(words)] if words else []
 
 
-def hedge(cells: pd.DataFrame) -> str:
-    """How far times and errors can be trusted."""
+def same_steps(best: Candidate, pairs: Sequence[Candidate], cells: pd.DataFrame) -> list[str]:
+    """The providers whose steps with the same solver are the same as that of `best`: one group."""
+    if "sine" not in cells:
+        return []
+    of = {(row["provider"], row["solver"]): row for _, row in cells.iterrows()}
+    mine = of[best.provider, best.solver]
+    group = [
+        pair
+        for pair in pairs
+        if pair != best
+        and pair.solver == best.solver
+        and all(_alike(mine[name], of[pair.provider, pair.solver][name]) for name in ("sine", "decrease"))
+    ]
+    if not group:
+        return []
+    names = join_names([best.provider, *(pair.provider for pair in group)])
+    costs = ", ".join(f"{pair.provider} {second_words(pair.cost)}" for pair in group)
+    return [f"{names} are one group here: with {best.solver} their steps are the same ({costs})."]
+
+
+def _alike(one: float, other: float) -> bool:
+    return bool(abs(one - other) <= 1e-4 + 1e-3 * max(abs(one), abs(other)))
+
+
+def hedge(cells: pd.DataFrame, evidence: Evidence) -> str:
+    """How far times and errors can be trusted, and where they were measured."""
     spread = cells.loc[cells["status"] == "ok", "total_iqr"]
-    at = "Errors and distances are those of one batch at one set of parameters."
+    drawn = "one batch" if evidence.draws < 2 else f"{evidence.draws} batches or seeds"
+    at = f"Errors and distances are those of {drawn} at one set of parameters"
+    at += f": {evidence.point}." if evidence.point else "."
     if spread.isna().all() or (spread.fillna(0) == 0).all():
         return (
             "The spread of the times is not known (one repetition?), so small differences between them mean "
             f"nothing. {at}"
         )
-    return (
-        "Times are medians on this machine; two count as different only where the medians differ by more "
-        f"than the larger interquartile range. {at}"
+    how = (
+        "where the interval of their paired differences, round by round, leaves out zero"
+        if evidence.times is not None and evidence.times.rounds > 2
+        else "where the medians differ by more than the larger interquartile range"
     )
+    return f"Times are medians on this machine; two count as different only {how}. {at}"
 
 
 def _front(ahead: Sequence[Candidate]) -> str:

@@ -1,20 +1,23 @@
 """The answer in words: which pair of provider and solver the measurements speak for, and how firmly.
 
-Cost is the median of estimate + prepare + apply. Accuracy is the distance of the pair's step from the exact
-damped Newton step where that is known, the error of the provider's curvature otherwise (`measures`). Of the
-Pareto front the pair with the best price is suggested: the least time for each halving of the way to the
-Newton point, or the smallest product of time and error. Where training was measured, the lowest loss decides.
-A pair whose step is zero is never suggested.
+Cost is the median of estimate + prepare + apply. Accuracy is the first of four measures that is known
+(`measures`). Only pairs that beat the gradient step are suggested (`controls`); where none does, the answer
+is to use the gradient. Of the Pareto front of those that do, the pair with the best price is suggested: the
+least time for each halving of the way to the Newton point, or the smallest product of time and error. Pairs
+whose steps are the same are one group, of which the cheapest is named. Where training was measured, the
+lowest loss decides. A pair whose step is zero is never suggested.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pandas as pd
 
+from curvlab.report.controls import Evidence, control_words, damping_words
 from curvlab.report.measures import Measure, measure_of
 from curvlab.report.pareto import Candidate, candidates, front, level_with, zero_step_pairs
 from curvlab.report.reasons import (
@@ -27,6 +30,7 @@ from curvlab.report.reasons import (
     left_out,
     no_newton,
     off_the_front,
+    same_steps,
     standing_still,
     ties,
     why,
@@ -63,7 +67,11 @@ class Recommendation:
 
 
 def recommend(
-    cells: pd.DataFrame, errors: pd.DataFrame | None = None, convergence: pd.DataFrame | None = None
+    cells: pd.DataFrame,
+    errors: pd.DataFrame | None = None,
+    convergence: pd.DataFrame | None = None,
+    *,
+    evidence: Evidence | None = None,
 ) -> Recommendation:
     """Read the frames of a comparison and say what to use.
 
@@ -72,6 +80,7 @@ def recommend(
             `error_relative`, `distance`, `newton_reason` and, if known, `zero_step`.
         errors: one row per provider and layer; tells at which layer the suggested provider is furthest off.
         convergence: one row per optimizer and epoch, if training was measured.
+        evidence: the controls, what is known of the damping, and paired decisions on the times.
 
     >>> cells = pd.DataFrame({
     ...     "provider": ["fisher", "pch-1"], "solver": "ea-cg", "status": "ok", "message": "",
@@ -80,10 +89,14 @@ def recommend(
     >>> recommend(cells).headline
     'Use pch-1 + ea-cg, by time and distance to the Newton step.'
     """
+    evidence = evidence or Evidence()
     measure = measure_of(cells)
-    pairs = candidates(cells, measure.column)
-    if not pairs:
+    everyone = candidates(cells, measure.column, evidence.times)
+    if not everyone:
         return Recommendation(_nothing(cells), (*standing_still(cells), *left_out(cells)), best=None)
+    pairs = [pair for pair in everyone if evidence.allows(_key(pair))]
+    if not pairs:
+        return _gradient(everyone, cells, convergence, measure, evidence)
     ahead = front(pairs) or [min(pairs, key=lambda pair: pair.cost)]
     best = min(ahead, key=lambda pair: (measure.price(pair), pair.error))
     level = level_with(best, pairs)
@@ -91,7 +104,10 @@ def recommend(
     trained = _trained(best, found, measure)
     paragraphs = [
         *_chosen(best, pairs, found, measure),
+        *(damping_words(evidence.damping) if evidence.damping and evidence.damping.rules else []),
         why(best, ahead, pairs, measure),
+        *same_steps(best, pairs, cells),
+        *control_words(everyone, evidence.against),
         *far(best, measure),
         *ties(best, level, measure),
         *alternatives(best, ahead),
@@ -101,7 +117,7 @@ def recommend(
         *off_the_front(pairs, measure),
         *standing_still(cells),
         *left_out(cells),
-        hedge(cells),
+        hedge(cells, evidence),
     ]
     return Recommendation(
         headline=_headline(best, level, pairs, cells, measure) if trained is None else trained[0],
@@ -111,6 +127,41 @@ def recommend(
         level=tuple(map(_key, level)),
         measure="" if math.isnan(best.error) else measure.column,
     )
+
+
+def _gradient(
+    pairs: Sequence[Candidate],
+    cells: pd.DataFrame,
+    convergence: pd.DataFrame | None,
+    measure: Measure,
+    evidence: Evidence,
+) -> Recommendation:
+    """The answer where no pair beats the gradient step."""
+    found = [run for run in runs(convergence) if (run.provider, run.solver) not in zero_step_pairs(cells)]
+    rules = evidence.damping is not None and evidence.damping.rules
+    because = "the damping rules, and " if rules else ""
+    headline = f"None of them: use the gradient. {because}no pair beats the scaled gradient beyond the noise."
+    trained = _trained(min(pairs, key=lambda pair: pair.cost), found, measure)
+    paragraphs = [
+        *training_words(found),
+        *damping_words(evidence.damping),
+        *control_words(pairs, evidence.against),
+        *no_newton(pairs[0], cells, measure),
+        *standing_still(cells),
+        *left_out(cells),
+        hedge(cells, evidence),
+    ]
+    return Recommendation(
+        headline=_sentence_case(headline) if trained is None else trained[0],
+        paragraphs=tuple(paragraphs),
+        best=None if trained is None else trained[1],
+        measure=measure.column,
+    )
+
+
+def _sentence_case(text: str) -> str:
+    """Each sentence begun with a capital letter."""
+    return re.sub(r"(?<=\. )[a-z]", lambda letter: letter[0].upper(), text)
 
 
 def _key(pair: Candidate) -> Pair:

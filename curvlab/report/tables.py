@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
 
-from curvlab.report.numbers import MISSING, Unit, column_unit, digits, number_words
+from curvlab.report.numbers import MISSING, Unit, column_unit, digits, number_words, percent
 from curvlab.report.training import race_ends
-from curvlab.studies.compare.columns import CONVERGENCE, ERRORS, LEFT_OUT, RACE, cell_columns
+from curvlab.studies.compare.columns import (
+    CONVERGENCE,
+    ERRORS,
+    LEFT_OUT,
+    POINTS,
+    RACE,
+    SCENES,
+    SPECTRA,
+    cell_columns,
+)
 from curvlab.studies.schema import Column
 
 __all__ = [
@@ -22,6 +31,9 @@ __all__ = [
     "error_table",
     "left_out_table",
     "mapping_table",
+    "point_table",
+    "scene_table",
+    "spectrum_table",
     "table_of",
 ]
 
@@ -45,19 +57,51 @@ class Table:
     sortable: bool = True
 
 
-def cell_table(cells: pd.DataFrame) -> Table:
+def cell_table(cells: pd.DataFrame, coverage: Mapping[str, float] | None = None) -> Table:
     """Every measured column of every pair, one unit per column.
+
+    `coverage` has the shares of the parameters that errors speak for, which stand in their heads.
 
     >>> frame = pd.DataFrame({"provider": ["pch-1"], "solver": ["kfi"], "status": ["ok"], "flops": [2e6]})
     >>> [entry.text for entry in cell_table(frame).rows[0]]
     ['pch-1', 'kfi', 'ok', '2.00']
     """
-    return table_of("All pairs", cells, cell_columns())
+    return table_of("All pairs", cells, _covering(cell_columns(), coverage or {}))
+
+
+def _covering(columns: Sequence[Column], coverage: Mapping[str, float]) -> list[Column]:
+    """The columns, those of errors with the share of the parameters that they speak for."""
+    shares = {
+        "error_total": "bias_share",
+        "error_relative": "bias_share",
+        "weight_relative": "weight_share",
+    }
+    return [
+        replace(one, covers=f"{one.covers}, {percent(coverage[share])} of the parameters")
+        if (share := shares.get(one.name, "")) in coverage
+        else one
+        for one in columns
+    ]
 
 
 def error_table(errors: pd.DataFrame) -> Table:
-    """The numbers behind the heat map: of bias blocks, from the absolute Hessian."""
-    return table_of("Errors by layer: bias blocks, from the absolute Hessian |H|", errors, ERRORS)
+    """The numbers behind the heat map: of bias blocks from the absolute Hessian, of weight blocks from H."""
+    return table_of("Errors by layer: bias blocks from |H|, weight blocks from H, signed", errors, ERRORS)
+
+
+def point_table(points: pd.DataFrame) -> Table:
+    """Every pair and control at every point."""
+    return table_of("At every point", points, POINTS)
+
+
+def spectrum_table(spectra: pd.DataFrame) -> Table:
+    """The largest and the median eigenvalue of each layer, by provider."""
+    return table_of("Eigenvalues of the curvature by layer", spectra, SPECTRA)
+
+
+def scene_table(scenes: pd.DataFrame) -> Table:
+    """Where was measured: points, seeds, batches."""
+    return table_of("Points, seeds and batches", scenes, SCENES)
 
 
 def convergence_table(convergence: pd.DataFrame) -> Table:
@@ -117,7 +161,8 @@ def _number(column: Column, value: float, spread: float, unit: Unit | None) -> E
     if math.isnan(value):
         return Entry(MISSING, value)
     if unit is None:
-        return Entry(number_words(column.kind, value), value)
+        around = "" if math.isnan(spread) else f" ({number_words(column.kind, spread).removesuffix(' %')})"
+        return Entry(number_words(column.kind, value) + around, value)
     behind = "" if math.isnan(spread) else f" ({digits(spread / unit.size, 2)})"
     return Entry(unit(value) + behind, value)
 

@@ -94,8 +94,8 @@ class Look:
         return cls.of(_values(frames, "provider"), _values(frames, "solver"), theme)
 
     def colour(self, provider: str) -> str:
-        """The provider's colour; the theme's ink for none (a first-order baseline)."""
-        if not provider:
+        """The provider's colour; the muted one for none (a first-order baseline) and for a control."""
+        if provider not in self.providers:
             return self.theme.muted
         return self.theme.series[self.providers[provider] % len(self.theme.series)]
 

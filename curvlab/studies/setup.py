@@ -7,6 +7,7 @@ Torch and all that needs it is imported when something is resolved or built: hel
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from curvlab.problem import Problem
 
 __all__ = ["SETUP", "Setup", "check_seed"]
+
+# Examples of images and of sequences have many rows each, and their networks take long.
+USUAL_BATCH: dict[str, int] = {"rows": 500, "images": 16, "tokens": 16}
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,9 @@ class Setup:
         None, "Folder that holds the data set (also: CURVLAB_DATA).", metavar="DIR"
     )
     criterion: str = setting("cross-entropy", "Criterion, or MODULE:NAME.")
-    batch: int = setting(500, "Examples in a batch.", least=1)
+    batch: int = setting(
+        0, "Examples in a batch.", least=1, default_words="500 rows, or 16 images or token sequences"
+    )
     seed: int = setting(0, "Seed of everything random.")
     device: str = setting("auto", "auto, cpu, cuda, mps, …", metavar="NAME")
     dtype: str = setting("float32", "Precision of the model and the data.", choices=("float32", "float64"))
@@ -58,7 +64,8 @@ class Setup:
         from curvlab.measure import device as devices
 
         for one in SETUP:
-            one.check(getattr(self, one.name))
+            if one.name != "batch" or self.batch:
+                one.check(getattr(self, one.name))
         check_seed(self.seed)
         self._check_model()
         data = self.data if imports.is_address(self.data) else datasets.canonical(self.data)
@@ -69,7 +76,29 @@ class Setup:
         if device == "meta":
             raise SpecError("device `meta` holds no values to measure; use cpu, or `curvlab plan`")
         arch = None if self.model is not None else architectures.canonical(self._architecture())
-        return replace(self, arch=arch, activation=None, data=data, criterion=criterion, device=device)
+        found = replace(self, arch=arch, activation=None, data=data, criterion=criterion, device=device)
+        return replace(found, batch=found.examples)
+
+    @property
+    def examples(self) -> int:
+        """How many examples a batch has: as given, or by what an example is.
+
+        >>> Setup().examples, Setup(arch="resnet8", data="synthetic-images").examples
+        (500, 16)
+        """
+        return self.batch or USUAL_BATCH[self.input_kind]
+
+    @property
+    def input_kind(self) -> InputKind:
+        """What the model is given for an example: a row of features, an image, or tokens."""
+        if self.model is not None:
+            if imports.is_address(self.data):
+                return "rows"  # their batches have the size they have
+            data = self.load_data()
+            return "tokens" if data.kind == "tokens" else "images" if data.train.shaped else "rows"
+        from curvlab.architectures import architecture
+
+        return architecture(self.arch or self._fitting()).input_kind
 
     def _check_model(self) -> None:
         """Refuse what would shape a named architecture where the model is the user's own."""
@@ -169,37 +198,42 @@ class Setup:
             made = imports.call(made, self.model, "model")
         if not isinstance(made, nn.Module):
             raise SpecError(f"model `{self.model}` gave a {type(made).__name__}; expected a torch.nn.Module")
-        return made.to(device=device, dtype=dtype)
+        # A copy: what is done to it, training above all, is not to be seen in the user's own.
+        return copy.deepcopy(made).to(device=device, dtype=dtype)
 
     def build_criterion(self) -> Criterion:
         """The criterion by name, or the user's own function or loss."""
         from curvlab.criteria.registry import criterion_named
 
         if imports.is_address(self.criterion):
-            return criterion_named(imports.load(self.criterion, "criterion"))
+            made = imports.load(self.criterion, "criterion")
+            # A command line cannot call a class such as torch.nn:HuberLoss.
+            made = imports.call(made, self.criterion, "criterion") if isinstance(made, type) else made
+            return criterion_named(made)
         return criterion_named(self.criterion)
 
-    def build_batches(self) -> tuple[Tensor, Tensor] | Iterable[Any]:
-        """One training batch of `batch` examples, or the user's own batch or re-iterable of batches."""
+    def build_batches(self, epoch: int = 0, start: int = 0) -> tuple[Tensor, Tensor] | Iterable[Any]:
+        """A training batch, by default the first of the first epoch, or the user's own batch or batches."""
         from curvlab.measure import device as devices
 
         device, dtype = devices.resolve(self.device), self.torch_dtype
         if not imports.is_address(self.data):
             data = self.load_data()
-            inputs, targets = next(iter(data.batches(min(self.batch, len(data.train)), seed=self.seed)))
+            batches = data.batches(min(self.examples, len(data.train)), self.seed, epoch, start=start)
+            inputs, targets = next(iter(batches))
             return _moved(inputs, device, dtype), _moved(targets, device, dtype)
         made = imports.load(self.data, "data")
         return imports.guarded(
             imports.call(made, self.data, "data") if callable(made) else made, self.data, "data"
         )
 
-    def build_problem(self) -> Problem:
-        """The model, the criterion and the batch as a problem."""
+    def build_problem(self, epoch: int = 0, start: int = 0) -> Problem:
+        """The model, the criterion and a batch (see `build_batches`) as a problem."""
         from torch import Tensor
 
         from curvlab.problem import Problem
 
-        made = self.build_batches()
+        made = self.build_batches(epoch, start)
         model = self.build_model().eval()
         if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], Tensor):
             return Problem(model, self.build_criterion(), made[0], made[1])

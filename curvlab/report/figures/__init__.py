@@ -15,14 +15,17 @@ from curvlab.report.figures.curves import (
 )
 from curvlab.report.figures.heatmap import error_heatmap
 from curvlab.report.figures.scatter import pareto_scatter
+from curvlab.report.figures.steps import damping_curves, point_curves
 
 __all__ = [
     "convergence_curves",
     "cost_bars",
+    "damping_curves",
     "error_heatmap",
     "learning_curve",
     "learning_curve_png",
     "memory_bars",
     "pareto_scatter",
+    "point_curves",
     "residual_curves",
 ]

@@ -21,6 +21,7 @@ from curvlab.report.theme import Look
 
 __all__ = [
     "FONT",
+    "WIDTH",
     "dress",
     "empty",
     "get_axes",
@@ -33,6 +34,7 @@ __all__ = [
 ]
 
 FONT = 9.0
+WIDTH = 6.2  # inches of a figure that stands by itself: whole, and legible, on a phone too
 LONGEST = 34
 
 
@@ -124,7 +126,9 @@ def handles(look: Look, providers: Iterable[str], solvers: Iterable[str], *, lin
 
 def legend(ax: Axes, look: Look, entries: Sequence[Artist], *, columns: int = 0) -> None:
     """A legend where it covers nothing: to the right of the axes, or below them in `columns`."""
-    below = {"loc": "upper left", "bbox_to_anchor": (0.0, -0.16), "ncols": columns, "columnspacing": 1.4}
+    height = ax.get_figure(root=True).get_figheight()  # type: ignore[union-attr]
+    under = -0.6 / max(height - 0.9, 0.5)  # the ticks and the label of the axis, in heights of the axes
+    below = {"loc": "upper left", "bbox_to_anchor": (0.0, under), "ncols": columns, "columnspacing": 1.4}
     beside = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0)}
     box = ax.legend(
         handles=list(entries),

@@ -10,7 +10,7 @@ from matplotlib.artist import Artist
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from curvlab.report.figures.axes import FONT, dress, empty, get_axes, legend, look_of, shorten
+from curvlab.report.figures.axes import FONT, WIDTH, dress, empty, get_axes, legend, look_of, shorten
 from curvlab.report.numbers import Unit, byte_unit, digits, second_unit
 from curvlab.report.theme import Look
 
@@ -53,7 +53,7 @@ def cost_bars(cells: pd.DataFrame, ax: Axes | None = None, look: Look | None = N
     _numbers(ax, look, total + np.nan_to_num(half), total)
     _finish(ax, look, shown, f"median time ({unit.name})")
     shades = [Patch(color=look.theme.ink, alpha=strength, label=phase) for phase, strength in PHASES.items()]
-    legend(ax, look, [*shades, *whiskers])
+    legend(ax, look, [*shades, *whiskers], columns=4)
     return ax
 
 
@@ -65,7 +65,7 @@ def _whiskers(ax: Axes, look: Look, total: np.ndarray, half: np.ndarray) -> list
     ax.errorbar(
         total[known], known, xerr=half[known], fmt="none", ecolor=look.theme.ink, elinewidth=1, capsize=2.5
     )
-    return [Line2D([], [], color=look.theme.ink, linewidth=1, label="interquartile\nrange of total")]
+    return [Line2D([], [], color=look.theme.ink, linewidth=1, label="interquartile range")]
 
 
 def memory_bars(cells: pd.DataFrame, ax: Axes | None = None, look: Look | None = None) -> Axes:
@@ -100,7 +100,7 @@ def memory_bars(cells: pd.DataFrame, ax: Axes | None = None, look: Look | None =
     ]
     if np.isfinite(planned).any():
         entries.append(Line2D([], [], linestyle="none", label="peak, planned", **diamond))
-    legend(ax, look, entries)
+    legend(ax, look, entries, columns=3)
     return ax
 
 
@@ -108,7 +108,8 @@ def _start(
     cells: pd.DataFrame, column: str, ax: Axes | None, look: Look | None
 ) -> tuple[pd.DataFrame, Axes, Look]:
     shown = cells[(cells["status"] == "ok") & cells[column].notna()]
-    return shown, get_axes(ax, 8.2, 1.0 + 0.26 * max(len(shown), 3)), look_of(look, cells)
+    pairs = cells[cells["solver"] != ""]
+    return shown, get_axes(ax, WIDTH, 1.3 + 0.26 * max(len(shown), 3)), look_of(look, pairs)
 
 
 def _blank(ax: Axes, look: Look, lengths: np.ndarray) -> None:
@@ -136,7 +137,7 @@ def _numbers(ax: Axes, look: Look, ends: np.ndarray, values: np.ndarray) -> None
 
 def _finish(ax: Axes, look: Look, shown: pd.DataFrame, label: str) -> None:
     names = [
-        shorten(f"{provider} + {solver}")
+        shorten(f"{provider} + {solver}" if solver else str(provider))
         for provider, solver in zip(shown["provider"], shown["solver"], strict=True)
     ]
     ax.set_yticks(np.arange(len(shown)), names)

@@ -15,6 +15,7 @@ from matplotlib.ticker import MaxNLocator
 from curvlab.report.drawing import png
 from curvlab.report.figures.axes import (
     FONT,
+    WIDTH,
     dress,
     empty,
     get_axes,
@@ -116,7 +117,7 @@ def residual_curves(traces: pd.DataFrame, ax: Axes | None = None, look: Look | N
     >>> residual_curves(frame).lines[0].get_ydata().tolist()
     [1.0, 0.5]
     """
-    ax, look = get_axes(ax, 8.2, 3.8), look_of(look, traces)
+    ax, look = get_axes(ax, WIDTH, 4.2), look_of(look, traces)
     known = (
         traces[np.isfinite(traces["residual"].astype(float)) & (traces["residual"] > 0)]
         if len(traces)
@@ -124,15 +125,20 @@ def residual_curves(traces: pd.DataFrame, ax: Axes | None = None, look: Look | N
     )
     if known.empty:
         return empty(ax, look, "no iterative solver ran")
-    for (provider, solver), group in known.groupby(["provider", "solver"], sort=False):
+    for index, ((provider, solver), group) in enumerate(known.groupby(["provider", "solver"], sort=False)):
         blocks = group.pivot_table(index="iteration", columns="block", values="residual", aggfunc="last")
         worst = blocks.sort_index().ffill().max(axis=1)
-        ax.plot(worst.index, worst.to_numpy(), **_style(look, str(provider), str(solver), len(worst)))
+        style = _style(look, str(provider), str(solver), len(worst))
+        # Markers in turns, and later lines thinner: of curves that cover each other each still shows.
+        every = max(2, len(worst) // 6)
+        style |= {"markevery": (index % every, every), "linewidth": max(1.0, 3.4 - 0.4 * index)}
+        ax.plot(worst.index, worst.to_numpy(), **style)
     ax.set(xlabel="iteration", ylabel="recursive residual, largest over blocks")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     log_axis(ax, "y")
     dress(ax, look)
-    legend(ax, look, handles(look, _ordered(known, "provider"), _ordered(known, "solver"), lines=True))
+    entries = handles(look, _ordered(known, "provider"), _ordered(known, "solver"), lines=True)
+    legend(ax, look, entries, columns=COLUMNS)
     return ax
 
 

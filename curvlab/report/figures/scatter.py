@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
+from matplotlib.text import Annotation
+from matplotlib.transforms import Bbox
 
 from curvlab.report.figures.axes import (
     FONT,
+    WIDTH,
     dress,
     empty,
     get_axes,
@@ -21,45 +24,52 @@ from curvlab.report.figures.axes import (
 )
 from curvlab.report.measures import MEASURES
 from curvlab.report.numbers import Unit, second_unit
-from curvlab.report.pareto import Candidate, candidates, front
+from curvlab.report.pareto import Candidate, candidates, front, undominated
 from curvlab.report.theme import Look
+from curvlab.studies.compare.decisions import Decision
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 __all__ = ["pareto_scatter"]
 
-LETTER = 6.2  # points of a bold letter, on average
 WIDE = 6.0  # a range of more than this factor is drawn on a logarithmic axis
 
 
 def pareto_scatter(
-    cells: pd.DataFrame, ax: Axes | None = None, look: Look | None = None, *, error: str = "error_relative"
+    cells: pd.DataFrame,
+    ax: Axes | None = None,
+    look: Look | None = None,
+    *,
+    error: str = "error_relative",
+    times: Decision | None = None,
 ) -> Axes:
     """Median seconds (with their interquartile range) against `error`; the front is labelled.
+
+    `times` decides which of two pairs is cheaper, from paired rounds.
 
     >>> cells = pd.DataFrame({"provider": ["fisher", "pch-1"], "solver": "kfi", "status": "ok",
     ...     "total_seconds": [0.001, 0.002], "total_iqr": 1e-5, "error_relative": [0.9, 0.1]})
     >>> [text.get_text() for text in pareto_scatter(cells).texts]
     ['fisher + kfi', 'pch-1 + kfi']
     """
-    ax, look = get_axes(ax, 8.2, 4.2), look_of(look, cells)
-    pairs = [pair for pair in candidates(cells, error) if np.isfinite(pair.error)]
+    ax, look = get_axes(ax, WIDTH, 4.4), look_of(look, cells)
+    pairs = [pair for pair in candidates(cells, error, times) if np.isfinite(pair.error)]
     if not pairs:
         return empty(ax, look, "no pair finished with a known error")
     unit = second_unit([pair.cost for pair in pairs])
     for pair in pairs:
         _point(ax, look, pair, unit)
     ahead = front(pairs)
-    _staircase(ax, look, ahead, unit)
+    _staircase(ax, look, undominated(pairs), unit)
     ax.set(xlabel=f"median time of estimate + prepare + apply ({unit.name})", ylabel=_label(error))
     _scales(ax, pairs, unit)
     dress(ax, look)
     providers, solvers = (
         list(dict.fromkeys(getattr(pair, what) for pair in pairs)) for what in ("provider", "solver")
     )
-    legend(ax, look, handles(look, providers, solvers, lines=False))
-    _name_points(ax, look, ahead, unit)
+    legend(ax, look, handles(look, providers, solvers, lines=False), columns=4)
+    _name_points(ax, look, pairs, ahead, unit)
     return ax
 
 
@@ -110,28 +120,86 @@ def _lower_end(pair: Candidate) -> float:
     return max(pair.cost - pair.spread / 2, pair.cost / 4)
 
 
-def _name_points(ax: Axes, look: Look, ahead: Sequence[Candidate], unit: Unit) -> None:
-    """The names on the front, left of the whisker, where nothing is cheaper; above where there is no room."""
+# Where a name may stand, from the point: (right, up) in points, and how it is aligned. Tried in this order.
+PLACES = (
+    (-9, 0, "right", "center"),
+    (0, 10, "center", "bottom"),
+    (0, -10, "center", "top"),
+    (9, 0, "left", "center"),
+    (-14, 16, "right", "bottom"),
+    (14, 16, "left", "bottom"),
+    (-14, -16, "right", "top"),
+    (14, -16, "left", "top"),
+    (0, 30, "center", "bottom"),
+    (0, -30, "center", "top"),
+    (30, 34, "left", "bottom"),
+    (-30, -34, "right", "top"),
+    (30, -34, "left", "top"),
+    (0, 56, "center", "bottom"),
+    (0, -56, "center", "top"),
+)
+FAR = 16  # points, from which a line leads from the name to its point
+
+
+def _name_points(
+    ax: Axes, look: Look, pairs: Sequence[Candidate], ahead: Sequence[Candidate], unit: Unit
+) -> None:
+    """The names on the front, each at the first place where it covers no marker, whisker or other name."""
     figure = ax.get_figure(root=True)
     assert figure is not None
     figure.draw_without_rendering()  # the legend takes its room, and the axes have their final width
-    inches = ax.get_window_extent().width / figure.dpi
+    taken = [_extent(ax, pair, unit) for pair in pairs]
+    inside = ax.get_window_extent()
     for pair in ahead:
-        name, error = shorten(pair.name), 100 * pair.error
-        place = _lower_end(pair) / unit.size, error
-        room = ax.transAxes.inverted().transform(ax.transData.transform(place))[0] * inches * 72
-        left = room > LETTER * len(name) + 10
-        ax.annotate(
-            name,
-            place if left else (pair.cost / unit.size, error),
-            xytext=(-8, 0) if left else (0, 8),
-            textcoords="offset points",
-            ha="right" if left else "left",
-            va="center" if left else "bottom",
-            fontsize=FONT,
-            fontweight="bold",
-            color=look.theme.ink,
-            bbox={"facecolor": look.theme.paper, "edgecolor": "none", "alpha": 0.7, "pad": 1},
-            parse_math=False,
-            zorder=2.5,
-        )
+        best: tuple[float, Annotation] | None = None
+        for right, up, horizontal, vertical in PLACES:
+            text = _name(ax, look, pair, unit, (right, up), horizontal, vertical)
+            box = text.get_window_extent()
+            out = max(0.0, inside.x0 - box.x0) + max(0.0, box.x1 - inside.x1)
+            out += max(0.0, inside.y0 - box.y0) + max(0.0, box.y1 - inside.y1)
+            bad = out + sum(_overlap(box, other) for other in taken)
+            if best is None or bad < best[0]:
+                if best is not None:
+                    best[1].remove()
+                best = bad, text
+            else:
+                text.remove()
+            if bad == 0:
+                break
+        assert best is not None
+        taken.append(best[1].get_window_extent())
+
+
+def _extent(ax: Axes, pair: Candidate, unit: Unit) -> Bbox:
+    """The marker with its whisker, in pixels."""
+    place = ax.transData.transform
+    (left, y), (right, _) = (
+        place((x / unit.size, 100 * pair.error)) for x in (_lower_end(pair), pair.cost + pair.spread / 2)
+    )
+    return Bbox([[left - 6, y - 6], [right + 6, y + 6]])
+
+
+def _overlap(one: Bbox, other: Bbox) -> float:
+    width = min(one.x1, other.x1) - max(one.x0, other.x0)
+    height = min(one.y1, other.y1) - max(one.y0, other.y0)
+    return width * height if width > 0 and height > 0 else 0.0
+
+
+def _name(
+    ax: Axes, look: Look, pair: Candidate, unit: Unit, offset: tuple[int, int], horizontal: str, vertical: str
+) -> Annotation:
+    far = max(map(abs, offset)) >= FAR
+    return ax.annotate(
+        shorten(pair.name),
+        (pair.cost / unit.size, 100 * pair.error),
+        xytext=offset,
+        textcoords="offset points",
+        ha=horizontal,
+        va=vertical,
+        fontsize=FONT,
+        fontweight="bold",
+        color=look.theme.ink,
+        arrowprops={"arrowstyle": "-", "color": look.theme.muted, "shrinkB": 5} if far else None,
+        parse_math=False,
+        zorder=4,
+    )

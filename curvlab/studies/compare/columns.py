@@ -5,6 +5,8 @@ Frames, results.csv, the terminal's table, the page and the Markdown file are ma
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from curvlab.studies.schema import Column, extra_columns
 from curvlab.studies.train.columns import EPOCH, RATES
 
@@ -13,11 +15,17 @@ __all__ = [
     "BY_TIME",
     "CELLS",
     "CONVERGENCE",
+    "DAMPINGS",
+    "DRAWN",
+    "DRAWS",
     "ERRORS",
     "LEFT_OUT",
     "PHASES",
+    "POINTS",
     "RACE",
     "REPETITIONS",
+    "SCENES",
+    "SPECTRA",
     "TRACES",
     "TUNING",
     "cell_columns",
@@ -30,6 +38,12 @@ PAIR = (
 )
 STATUS = Column("status", "text", "status")
 OF_BIASES = "bias blocks, from |H|"
+OF_WEIGHTS = "weight blocks, signed, from H"
+SCENE = (
+    Column("point", "text", "point"),
+    Column("seed", "plain", "seed"),
+    Column("draw", "plain", "batch"),
+)
 
 
 def _seconds(phase: str, short: str = "") -> tuple[Column, Column]:
@@ -55,6 +69,29 @@ CELLS = (
     _bytes("planned_bytes", "planned"),
     _bytes("held_bytes", "held"),
     Column("flops", "operations", "operations"),
+    Column(
+        "sine",
+        "percent",
+        "angle to the Newton step, sine",
+        short="Angle",
+        spread="sine_iqr",
+        legend="Angle: the distance that is left at the best scale, the sine of the angle between the steps.",
+    ),
+    Column("sine_iqr"),
+    Column(
+        "decrease",
+        "percent",
+        "decrease of the loss, best step size",
+        short="Loss",
+        spread="decrease_iqr",
+        legend="Loss: by how much the step lowers the loss of its batch, at the best step size.",
+    ),
+    Column("decrease_iqr"),
+    Column("loss_left", "percent"),
+    Column("decrease_full", "percent", "decrease at step size 1"),
+    Column("decrease_other", "percent", "decrease on another batch"),
+    Column("rate", "number", "best step size"),
+    Column("predicted", "percent", "decrease that its own model predicts, step size 1"),
     Column("error_total", "number", "error", covers=OF_BIASES),
     Column(
         "error_relative",
@@ -65,6 +102,14 @@ CELLS = (
         legend="vs |H|: how far the provider's bias blocks are from those of the absolute Hessian, "
         "‖B − |H|‖ / ‖|H|‖ (the paper's error; the same for every solver; of `hessian` itself no error but "
         "negative curvature).",
+    ),
+    Column(
+        "weight_relative",
+        "percent",
+        "relative error",
+        short="Weight",
+        covers=OF_WEIGHTS,
+        legend="Weight: the same of its weight blocks, against H with its signs.",
     ),
     Column(
         "distance",
@@ -80,14 +125,87 @@ CELLS = (
     Column("residual", "number", "residual"),
     Column("residual_full", "number", "residual, full input factor"),
     Column("route", "text", "route"),
+    Column("point", "text"),
+    Column("draws", "count"),
 )
-"""One row per provider and solver."""
+"""One row per provider and solver, at the deciding point: medians over the draws, interquartile ranges."""
+
+DRAWN = (
+    "distance",
+    "sine",
+    "cosine",
+    "decrease",
+    "decrease_full",
+    "decrease_other",
+    "rate",
+    "predicted",
+)
+"""The columns of a cell that differ from draw to draw."""
+
+DRAWS = (
+    *PAIR,
+    *SCENE,
+    *(replace(column, short="") for column in CELLS if column.name in DRAWN),
+    Column("newton_reason", "text"),
+)
+"""One row per pair or control (which has no solver) and scene."""
+
+POINTS = (
+    *PAIR,
+    Column("point", "text", "point"),
+    *(
+        replace(c, short="")
+        for c in CELLS
+        if c.name in ("error_relative", "weight_relative", "total_seconds")
+    ),
+    *(
+        replace(column, short="", spread="")
+        for column in CELLS
+        if column.name in ("distance", "sine", "decrease", "decrease_other")
+    ),
+)
+"""One row per pair or control and point: medians over the draws."""
+
+DAMPINGS = (
+    *PAIR,
+    *SCENE,
+    Column("asked", "text"),
+    Column("alpha", "number"),
+    *(Column(name, "percent") for name in ("distance", "sine", "decrease", "decrease_full", "predicted")),
+    Column("rate"),
+    Column("message", "text"),
+)
+"""One row per pair or control, scene and damping."""
+
+SPECTRA = (
+    PAIR[0],
+    *SCENE,
+    Column("layer", "text", "layer"),
+    Column("largest", "number", "largest eigenvalue"),
+    Column("median", "number", "median eigenvalue"),
+    Column("exact", "flag", "exact"),
+)
+"""One row per provider, scene and layer."""
+
+SCENES = (
+    *SCENE,
+    Column("steps", "count", "steps of Adam"),
+    Column("loss", "loss", "loss"),
+    Column("largest_eigenvalue", "number", "largest eigenvalue of the Hessian"),
+    Column("largest_of", "text"),
+    Column("examples", "count", "examples"),
+    Column("parameters", "count"),
+    Column("covered_parameters", "count"),
+    Column("second_batch", "flag"),
+)
+"""One row per point, seed and batch."""
 
 LEFT_OUT = (*PAIR, STATUS, Column("message", "text", "reason"))
 """The pairs without a result, as the page lists them."""
 
 REPETITIONS = (
     *PAIR,
+    Column("point", "text"),
     Column("repetition", "count"),
     *(Column(f"{phase}_seconds", "seconds") for phase in PHASES),
     Column("wall_seconds", "seconds"),
@@ -96,7 +214,8 @@ REPETITIONS = (
     Column("load", "number"),
     Column("attempts", "count"),
 )
-"""One row per pair and repetition, with what other programs did meanwhile (`timing`)."""
+"""One row per pair or control (which has no solver), point and repetition, with what other programs did
+meanwhile (`timing`)."""
 
 ERRORS = (
     Column("layer", "label", "layer"),
@@ -104,8 +223,11 @@ ERRORS = (
     PAIR[0],
     Column("error", "number", "error ‖B̃ − |B|‖"),
     Column("relative", "percent", "relative to ‖|B|‖"),
+    Column("weight_error", "number", "error of the weight block ‖Ã − H‖"),
+    Column("weight_relative", "percent", "relative to ‖H‖"),
+    *SCENE,
 )
-"""One row per provider and layer, and one whose layer is "Total"."""
+"""One row per provider, scene and layer, and one whose layer is "Total"."""
 
 TRACES = (*PAIR, Column("block", "text"), Column("iteration", "count"), Column("residual"))
 """One row per pair, block and iteration of the solver."""

@@ -1,8 +1,11 @@
-"""The cells of a comparison: what is measured of a provider, a pair or an optimizer, as rows of the store.
+"""The cells of a comparison: what is measured of a scene, provider, pair, control or optimizer, as rows.
 
-    error         a provider: layer-wise and total error of its bias blocks against the absolute Hessian
-    solve         a pair: bytes, operations, closeness to Newton's direction, residuals and their traces
-    cost          a pair and a repetition: seconds of estimate, prepare and apply
+    scene         a point, seed and batch: loss, largest eigenvalue of the Hessian, steps that led there
+    error         a provider: errors of its bias and weight blocks by layer, eigenvalues of its layers
+    solve         a pair: bytes, operations, closeness to Newton's direction, decrease of the loss, residuals
+                  and their traces, and the step at further dampings
+    control       a control: the same of the gradient step, of SGD's step and of Newton's own
+    cost          a pair or a control, and a repetition: seconds of estimate, prepare and apply
     tuning        an optimizer with one choice of learning rate and α: its validation loss (`race`)
     convergence   an optimizer and a seed: losses and accuracy by epoch and by seconds (`race`)
 
@@ -12,11 +15,15 @@ message. A task names everything by value, so that it runs in any process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from curvlab.curvature import Curvature
 from curvlab.exceptions import (
@@ -27,25 +34,34 @@ from curvlab.exceptions import (
     ProblemError,
     SpecError,
 )
+from curvlab.measure.flops import counting
 from curvlab.measure.source import source_hash
 from curvlab.problem import Problem
-from curvlab.solvers import Solution
-from curvlab.studies.compare.newton import Closeness, Newton, newton
+from curvlab.providers import estimate
+from curvlab.solvers import Solution, solve
+from curvlab.studies.compare.controls import ControlWatch, control_usage, gradient_step
+from curvlab.studies.compare.descent import DescentBench, predicted_decrease
+from curvlab.studies.compare.newton import Closeness, Newton, NewtonReference
 from curvlab.studies.compare.race import measure_run, measure_trial
 from curvlab.studies.compare.resources import Pair, fresh, memory, usage
-from curvlab.studies.compare.settings import Settings, build
+from curvlab.studies.compare.scenes import Scene, SceneProblems
+from curvlab.studies.compare.settings import Settings, damping_of
+from curvlab.studies.compare.spectra import largest_of_hessian, layer_spectra
 from curvlab.studies.compare.tasks import Kind, Task
 from curvlab.studies.compare.timing import Stopwatch
 from curvlab.studies.schema import extra_columns
-from curvlab.studies.setup import Setup
 from curvlab.studies.small.errors import errors
 from curvlab.studies.small.fake_problem import fake_problem
 from curvlab.studies.store import Row
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 __all__ = ["Cell", "failure", "run_task"]
 
 REFUSALS = (PairError, ProblemError, MatrixFreeError, SpecError)
 MESSAGE = 500
+SWEEP_OPERATIONS = 2e9  # of a gradient, up to which steps are measured at several dampings
 
 
 def run_task(task: Task) -> Row:
@@ -92,63 +108,167 @@ def _threads(count: int) -> Iterator[None]:
 
 
 class _Bench:
-    """A problem with what its cells share: Newton's direction, and watches that are warm."""
+    """The problem of one scene with what its cells share: references, descents, and watches that are warm."""
 
-    def __init__(self, subject: Setup | Problem) -> None:
-        self.subject, self.problem = subject, build(subject)
-        self._newton: dict[tuple[float, int], Newton] = {}
-        self._watches: dict[Pair, Stopwatch] = {}
+    def __init__(self, problems: SceneProblems, scene: Scene) -> None:
+        self.scene, self.steps = scene, problems.steps(scene)
+        self.problem, self.other = problems.problem(scene), problems.other(scene)
+        self.settings = problems.settings
+        self._newton: dict[float, Newton] = {}
+        self._watches: dict[Pair | str, Stopwatch] = {}
 
-    def newton(self, alpha: float, limit: int) -> Newton:
-        if (alpha, limit) not in self._newton:
-            self._newton[alpha, limit] = newton(self.problem, alpha, parameters=limit)
-        return self._newton[alpha, limit]
+    @cached_property
+    def reference(self) -> NewtonReference:
+        """The exact Newton directions."""
+        chosen = self.settings
+        return NewtonReference(
+            self.problem, parameters=chosen.newton_limit, operations=chosen.reference_limit
+        )
+
+    def newton(self, alpha: float) -> Newton:
+        """Newton's direction, or why there is none: it is a yardstick, and its failure is not the cell's."""
+        if alpha not in self._newton:
+            try:
+                self._newton[alpha] = self.reference.at(alpha)
+            except Exception as error:
+                names = [name for layer in self.problem.layers for name in layer.names]
+                self._newton[alpha] = Newton({}, dict.fromkeys(names, f"not solved: {error}"[:MESSAGE]))
+        return self._newton[alpha]
+
+    @cached_property
+    def errors(self) -> pd.DataFrame:
+        """The errors of all providers that exist here: the exact blocks are found once for all of them."""
+        existing = []
+        for provider in self.settings.providers:
+            with suppress(*REFUSALS):
+                estimate(provider, fresh(self.problem))
+                existing.append(provider)
+        limit = self.settings.reference_limit
+        return errors(fresh(self.problem), existing, weights=True, operations=limit)
+
+    @cached_property
+    def gradient_operations(self) -> int:
+        """Operations of one gradient."""
+        again = fresh(self.problem)
+        with counting() as counted:
+            again.gradient().norm()
+        return counted.total
+
+    @cached_property
+    def descents(self) -> DescentBench:
+        """Where the loss is followed along directions."""
+        return DescentBench(self.problem, self.other)
+
+    @cached_property
+    def largest(self) -> tuple[float, str]:
+        """The largest eigenvalue of the exact Hessian, and of what: its blocks, or the whole."""
+        try:
+            self.newton(self.settings.alpha)
+            if "reference" in self.__dict__ and not math.isnan(found := self.reference.largest_eigenvalue()):
+                return found, "blocks"
+            return largest_of_hessian(self.problem), "whole"
+        except Exception as error:  # a model without second derivatives is compared all the same
+            return math.nan, f"not known: {error}"[:MESSAGE]
 
     def watch(self, pair: Pair) -> Stopwatch:
-        if pair not in self._watches:
-            self._watches[pair] = Stopwatch(pair, self.problem)
-        return self._watches[pair]
+        """The stopwatch of a pair."""
+        return self._watches.setdefault(pair, Stopwatch(pair, self.problem))
+
+    def control_watch(self, control: str) -> Stopwatch:
+        """The stopwatch of a control."""
+        if control not in self._watches:
+            self._watches[control] = ControlWatch(control, self.problem, self.settings.alpha)
+        return self._watches[control]
 
 
+_problems: SceneProblems | None = None
 _bench: _Bench | None = None
 
 
-def _bench_of(subject: Setup | Problem) -> _Bench:
+def _bench_of(task: Task) -> _Bench:
     """The bench of this process; one at a time, since a problem may fill the memory."""
-    global _bench
-    if _bench is None or (_bench.subject is not subject and _bench.subject != subject):
+    global _problems, _bench
+    settings = task.settings
+    if _problems is None or not _same(_problems.settings, settings):
+        _problems, _bench = SceneProblems(settings), None
+    if _bench is None or _bench.scene != task.scene:
         _bench = None
-        _bench = _Bench(subject)
+        _bench = _Bench(_problems, task.scene)
     return _bench
 
 
-def _error(task: Task) -> Row:
-    frame = errors(_bench_of(task.settings.subject).problem, [task.provider])
-    notes: list[str] = next(iter(frame.attrs["notes"].values()), [])
-    columns = frame[["layer", "layer_name", "error", "relative"]]
+def _same(one: Settings, other: Settings) -> bool:
+    """Whether two comparisons measure the same problems in the same way."""
+    if one.subject is not other.subject and one.subject != other.subject:
+        return False
+    names = (
+        "alpha",
+        "at",
+        "at_lr",
+        "checkpoint",
+        "batches",
+        "train_batch",
+        "newton_limit",
+        "reference_limit",
+    )
+    return all(getattr(one, name) == getattr(other, name) for name in names)
+
+
+def _scene(task: Task) -> Row:
+    bench = _bench_of(task)
+    largest, largest_of = bench.largest
+    trainable = [p for p in bench.problem.model.parameters() if p.requires_grad]
+    covered = sum(p.numel() for p in bench.problem.network.parameters.values())
     return {
-        "definiteness": next(iter(frame.attrs["definiteness"].values())),
-        "notes": notes,
-        "layers": columns.to_dict("records"),
+        "loss": bench.descents.loss,
+        "steps": bench.steps,
+        "largest_eigenvalue": largest,
+        "largest_of": largest_of,
+        "examples": bench.problem.examples(),
+        "parameters": sum(p.numel() for p in trainable),
+        "covered_parameters": covered,
+        "second_batch": bench.other is not None,
+    }
+
+
+def _error(task: Task) -> Row:
+    bench = _bench_of(task)
+    problem = fresh(bench.problem)
+    curvature = estimate(task.provider, problem)
+    found: Row = {
+        "definiteness": str(curvature.definiteness),
+        "notes": list(curvature.notes),
+        "spectra": [asdict(one) for one in layer_spectra(curvature)],
+        "layers": [],
+        "error_reason": "",
+    }
+    try:
+        frame = bench.errors
+    except Exception as error:  # the reference, not the provider, may be what does not exist
+        return found | {"error_reason": f"no errors: {error}"[:MESSAGE]}
+    own = frame[frame["provider"] == task.head["provider"]]
+    names = ("bias_share", "weight_share", "weight_probes")
+    columns = ["layer", "layer_name", "error", "relative", "weight_error", "weight_relative", "weight_floor"]
+    return found | {
+        "layers": own[columns].to_dict("records"),
+        "error_reason": "; ".join(frame.attrs["left_out"])[:MESSAGE],
+        **{name: frame.attrs[name] for name in names},
     }
 
 
 def _solve(task: Task) -> Row:
-    bench, pair = _bench_of(task.settings.subject), Pair(task.provider, task.solver, task.settings.alpha)
+    bench, pair = _bench_of(task), Pair(task.provider, task.solver, task.settings.alpha)
     # Of a problem that keeps nothing: what the pairs before have factorised would change the last digits.
     problem = fresh(bench.problem)
     curvature, solution = pair.run(problem)
-    measured = usage(pair, problem)
-    reference = _reference(bench, task, solution.direction)
+    reference = bench.newton(task.settings.alpha)
     blocks = solution.blocks.values()
     cell = Cell(problem, curvature, solution, task.settings)
     return {
         **{column.name: column.measure(cell) for column in extra_columns() if column.measure is not None},
-        "peak_bytes": measured.peak_bytes,
-        "planned_bytes": _planned(pair, problem),
-        "held_bytes": measured.held_bytes,
-        "flops": measured.flops,
+        **(_resources(pair, problem) if task.first else {}),
         **_closeness(reference.joint(solution.direction)),
+        **_decrease(bench, curvature, solution.direction),
         "zero_step": solution.direction.is_zero(),
         "iterations": max(block.iterations for block in blocks),
         "residual": max(block.residual for block in blocks),
@@ -158,7 +278,98 @@ def _solve(task: Task) -> Row:
         "notes": list(curvature.notes),
         "blocks": _block_rows(solution, reference),
         "traces": solution.trace().to_dict("list"),
+        "dampings": _dampings(bench, task, curvature),
     }
+
+
+def _resources(pair: Pair, problem: Problem) -> Row:
+    measured = usage(pair, problem)
+    return {
+        "peak_bytes": measured.peak_bytes,
+        "planned_bytes": _planned(pair, problem),
+        "held_bytes": measured.held_bytes,
+        "flops": measured.flops,
+    }
+
+
+def _decrease(bench: _Bench, curvature: Curvature | None, direction: Mapping[str, Tensor]) -> Row:
+    """What the step does to the loss, and what its own quadratic model promises."""
+    descents = bench.descents
+    found = descents.along(direction)
+    row: Row = {
+        "decrease": found.best,
+        "decrease_full": found.full,
+        "decrease_other": found.other,
+        "rate": found.rate,
+        "line": [list(point) for point in found.line],
+    }
+    if curvature is not None:
+        gradient = bench.problem.gradient()
+        row["predicted"] = predicted_decrease(curvature, gradient, direction, descents.loss)
+    return row
+
+
+def _dampings(bench: _Bench, task: Task, curvature: Curvature | None) -> list[Row]:
+    """The step at each further damping, measured against the Newton step of that damping.
+
+    On the first draw of each point; a pair whose step takes many operations only at its own damping.
+    """
+    rows: list[Row] = []
+    for text in task.settings.alphas if task.first_draw and _affordable(bench) else ():
+        largest = bench.largest[0]
+        if text.endswith("%") and not largest > 0:
+            continue
+        alpha = damping_of(text, largest)
+        try:
+            rows.append({"asked": text, "alpha": alpha, **_damped(bench, task, curvature, alpha)})
+        except REFUSALS as error:
+            rows.append({"asked": text, "alpha": alpha, "message": str(error)[:MESSAGE]})
+    return rows
+
+
+def _damped(bench: _Bench, task: Task, curvature: Curvature | None, alpha: float) -> Row:
+    problem = bench.problem
+    if curvature is None:
+        direction: Mapping[str, Tensor] = gradient_step(problem, alpha)
+    else:
+        direction = solve(task.solver, curvature, problem.gradient(), alpha=alpha).direction
+    found = _decrease(bench, curvature, direction)
+    del found["line"]
+    return found | _closeness(bench.newton(alpha).joint(direction))
+
+
+def _affordable(bench: _Bench) -> bool:
+    """Whether a gradient of this problem is cheap enough for the steps at further dampings."""
+    return bench.gradient_operations <= SWEEP_OPERATIONS
+
+
+def _control(task: Task) -> Row:
+    """The row of a control: cost, closeness, decrease; that of `sgd` has its cost alone."""
+    bench, alpha = _bench_of(task), task.settings.alpha
+    problem = fresh(bench.problem)
+    if task.control == "newton":
+        return _newton_row(bench, task)
+    row: Row = dict(control_usage(task.control, problem, alpha)) if task.first else {}
+    if task.control == "sgd":
+        return row
+    direction = gradient_step(problem, alpha)
+    return {
+        **row,
+        **_closeness(bench.newton(alpha).joint(direction)),
+        **_decrease(bench, None, direction),
+        "zero_step": all(not bool(step.any()) for step in direction.values()),
+        "dampings": _dampings(bench, task, None),
+    }
+
+
+def _newton_row(bench: _Bench, task: Task) -> Row:
+    """The exact Newton step; its seconds are those of solving it here, in float64, once."""
+    reference = bench.newton(task.settings.alpha)
+    if reference.reasons or not reference.direction:
+        reason = next(iter(reference.reasons.values()), "it was not solved")
+        return {"status": "skipped", "message": f"no exact Newton step: {reason}"}
+    decrease = _decrease(bench, None, reference.direction)
+    return {"cosine": 1.0, "distance": 0.0, "sine": 0.0, **decrease, "flops": int(bench.reference.spent)}
 
 
 @dataclass(frozen=True)
@@ -171,14 +382,6 @@ class Cell:
     settings: Settings
 
 
-def _reference(bench: _Bench, task: Task, names: Iterable[str]) -> Newton:
-    """Newton's direction, or why there is none: it is a yardstick, and its failure is not the cell's."""
-    try:
-        return bench.newton(task.settings.alpha, task.settings.newton_limit)
-    except Exception as error:
-        return Newton({}, dict.fromkeys(names, f"not solved: {error}"[:MESSAGE]))
-
-
 def _block_rows(solution: Solution, reference: Newton) -> list[Row]:
     frame = solution.frame()[["block", "status", "iterations", "residual", "residual_full", "rank", "route"]]
     rows: list[Row] = [{str(key): value for key, value in row.items()} for row in frame.to_dict("records")]
@@ -188,7 +391,12 @@ def _block_rows(solution: Solution, reference: Newton) -> list[Row]:
 
 
 def _closeness(close: Closeness) -> Row:
-    return {"cosine": close.cosine, "distance": close.distance, "newton_reason": close.reason}
+    return {
+        "cosine": close.cosine,
+        "distance": close.distance,
+        "sine": close.sine,
+        "newton_reason": close.reason,
+    }
 
 
 def _planned(pair: Pair, problem: Problem) -> int | None:
@@ -201,11 +409,15 @@ def _planned(pair: Pair, problem: Problem) -> int | None:
 
 
 def _cost(task: Task) -> Row:
+    bench = _bench_of(task)
     pair = Pair(task.provider, task.solver, task.settings.alpha)
-    return _bench_of(task.settings.subject).watch(pair).measure().row()
+    watch = bench.control_watch(task.control) if task.control else bench.watch(pair)
+    return watch.measure().row()
 
 
 _MEASURES: dict[Kind, Callable[[Task], Row]] = {
+    "scene": _scene,
+    "control": _control,
     "error": _error,
     "solve": _solve,
     "cost": _cost,

@@ -2,9 +2,12 @@
 
     ((1-α) H_b + αI) n_b = -g_b         H_b the exact Hessian's block of parameter b
     cosine = ⟨d, n⟩ / (‖d‖ ‖n‖)         distance = ‖d - n‖ / ‖n‖
+    sine = min over t ≥ 0 of ‖t d - n‖ / ‖n‖, the distance at the best scale: a learning rate is tuned anyway
 
-Solved by conjugate gradients to a relative residual of 1e-8, on a float64 copy on the CPU: float32 does
-not reach it. Where a damped block is indefinite there is no Newton direction to compare with.
+Each block has one Krylov space that starts at its gradient (`krylov`), on a float64 copy on the CPU; every α
+is solved in it to a relative residual of 1e-8. A product with a block runs through the whole network, so the
+cost is counted before: where the spaces would take more than `operations`, the direction is left out, or it
+ends unsolved with the reason. Where a damped block is indefinite there is no Newton direction.
 """
 
 from __future__ import annotations
@@ -18,15 +21,20 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from curvlab.defaults import NEWTON_LIMIT
+from curvlab.defaults import NEWTON_LIMIT, REFERENCE_OPERATIONS
+from curvlab.linalg import Block
+from curvlab.measure.flops import counting
 from curvlab.problem import Problem
 from curvlab.providers import estimate
-from curvlab.solvers import Solution, Status, solve
+from curvlab.studies.compare.krylov import Krylov
 
-__all__ = ["Closeness", "Newton", "newton"]
+__all__ = ["Closeness", "Newton", "NewtonReference", "closeness", "newton"]
 
 TOLERANCE = 1e-8
-MAX_ITERATIONS = 2000
+MAX_STEPS = 1000
+BASIS_BYTES = 10**9
+GROWTH = 20  # products between two looks at the residual
+FEWEST = 10  # products a block needs at the least, for the cost to be worth beginning
 
 
 @dataclass(frozen=True)
@@ -38,6 +46,7 @@ class Closeness:
 
     cosine: float
     distance: float
+    sine: float
     reason: str = ""
 
 
@@ -60,21 +69,44 @@ class Newton:
         missing = [name for name in names if name in self.reasons]
         if missing:
             others = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-            return Closeness(math.nan, math.nan, f"{missing[0]}{others}: {self.reasons[missing[0]]}")
-        pairs = [(direction[name].detach().to("cpu", torch.float64), self.direction[name]) for name in names]
-        dot = sum(float((d * n).sum()) for d, n in pairs)
-        gap, size, ours = (
-            _norm(x) for x in ((d - n for d, n in pairs), (n for _, n in pairs), (d for d, _ in pairs))
-        )
-        if size == 0:
-            return Closeness(math.nan, math.nan, "the gradient is zero here, and so is Newton's direction")
-        if ours == 0:
-            return Closeness(math.nan, gap / size, "this direction is zero, so it has no angle to Newton's")
-        return Closeness(dot / (ours * size), gap / size)
+            return _unknown(f"{missing[0]}{others}: {self.reasons[missing[0]]}")
+        return closeness([(direction[name], self.direction[name]) for name in names])
 
 
-def newton(problem: Problem, alpha: float, *, parameters: int = NEWTON_LIMIT) -> Newton:
-    """The exact damped Newton direction of `problem`, if it has at most `parameters` parameters.
+def closeness(pairs: Iterable[tuple[Tensor, Tensor]]) -> Closeness:
+    """How close the first of each pair of tensors is to the second, over all of them together.
+
+    >>> close = closeness([(torch.tensor([2.0, 0.0]), torch.tensor([1.0, 1.0]))])
+    >>> round(close.cosine, 4), round(close.distance, 4), round(close.sine, 4)
+    (0.7071, 1.0, 0.7071)
+    """
+    exact = [(d.detach().to("cpu", torch.float64), n.to("cpu", torch.float64)) for d, n in pairs]
+    dot = sum(float((d * n).sum()) for d, n in exact)
+    gap, size, ours = (
+        _norm(x) for x in ((d - n for d, n in exact), (n for _, n in exact), (d for d, _ in exact))
+    )
+    if size == 0:
+        return _unknown("the gradient is zero here, and so is Newton's direction")
+    if ours == 0:
+        return Closeness(math.nan, gap / size, 1.0, "this direction is zero, so it has no angle to Newton's")
+    scale = max(dot, 0.0) / ours**2
+    # Not √(1 - cosine²), which has no digits left where the two nearly agree.
+    sine = _norm(scale * d - n for d, n in exact) / size
+    return Closeness(dot / (ours * size), gap / size, sine)
+
+
+def _unknown(reason: str) -> Closeness:
+    return Closeness(math.nan, math.nan, math.nan, reason)
+
+
+def newton(
+    problem: Problem,
+    alpha: float,
+    *,
+    parameters: int = NEWTON_LIMIT,
+    operations: float = REFERENCE_OPERATIONS,
+) -> Newton:
+    """The exact damped Newton direction of `problem`, where its size and its cost are within the limits.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(3, 2))
     >>> problem = Problem(model, "cross-entropy", torch.eye(3), torch.tensor([0, 1, 0]))
@@ -82,15 +114,95 @@ def newton(problem: Problem, alpha: float, *, parameters: int = NEWTON_LIMIT) ->
     >>> round(exact.joint(exact.direction).cosine, 9)
     1.0
     """
-    sizes = _sizes(problem)
-    if sum(sizes.values()) > parameters:
-        why = f"left out: {sum(sizes.values()):,} parameters, more than the limit of {parameters:,}"
-        return Newton({}, dict.fromkeys(sizes, why))
-    exact = _in_float64(problem)
-    solver = f"cg[max_iter={MAX_ITERATIONS},tol={TOLERANCE}]"
-    solution = solve(solver, estimate("hessian", exact), exact.gradient(), alpha=alpha)
-    reasons = {name: why for name in solution.blocks if (why := _reason(solution, name))}
-    return Newton({name: solution.direction[name].detach() for name in solution.direction}, reasons)
+    return NewtonReference(problem, parameters=parameters, operations=operations).at(alpha)
+
+
+class NewtonReference:
+    """The Newton directions of a problem at any damping, from one Krylov space for each block.
+
+    `spent` counts the operations so far, in multiplications and additions.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        *,
+        parameters: int = NEWTON_LIMIT,
+        operations: float = REFERENCE_OPERATIONS,
+    ) -> None:
+        self.sizes = _sizes(problem)
+        self.operations, self.spent = operations, 0.0
+        self.refusal = ""
+        total = sum(self.sizes.values())
+        if total > parameters:
+            self.refusal = f"left out: {total:,} parameters, more than the limit of {parameters:,}"
+        else:
+            self._begin(_in_float64(problem))
+
+    def _begin(self, problem: Problem) -> None:
+        blocks, gradient = estimate("hessian", problem).blocks, problem.gradient()
+        self.spaces = {name: _space(block, gradient[name]) for name, block in blocks.items()}
+        self.shapes = {name: gradient[name].shape for name in blocks}
+        self.costs: dict[str, int] = {}
+        for name, space in self.spaces.items():
+            with counting() as counted:
+                space.grow(1)
+            self.costs[name] = counted.total
+            self.spent += counted.total
+            remaining = len(self.spaces) * FEWEST * max(self.costs.values())
+            if remaining > self.operations:
+                self.refusal = (
+                    f"left out: {FEWEST} products with each of {len(self.spaces)} blocks would take "
+                    f"{remaining:.1e} operations, more than the limit of {self.operations:.1e} "
+                    f"(--reference-limit)"
+                )
+                self.spaces = {}
+                return
+
+    def at(self, alpha: float) -> Newton:
+        """The direction at damping α."""
+        if self.refusal:
+            return Newton({}, dict.fromkeys(self.sizes, self.refusal))
+        solved = {name: self._solve(name, alpha) for name in self.spaces}
+        reasons = {name: reason for name, (_, reason) in solved.items() if reason}
+        named = solved.items()
+        return Newton({name: d.reshape(self.shapes[name]) for name, (d, _) in named}, reasons)
+
+    def largest_eigenvalue(self) -> float:
+        """The largest Ritz value over all blocks: a lower bound of the largest eigenvalue, NaN if unknown."""
+        found = [float(s.ritz()[0][-1]) for s in getattr(self, "spaces", {}).values() if s.steps]
+        return max(found, default=math.nan)
+
+    def _solve(self, name: str, alpha: float) -> tuple[Tensor, str]:
+        """-n of one block in the parameter's shape, and why it is not to be used, if so."""
+        space = self.spaces[name]
+        most = min(MAX_STEPS, max(1, BASIS_BYTES // (8 * space.start.numel())))
+        while True:
+            if _indefinite(space, alpha):
+                reason = "the damped Hessian is indefinite, so Newton's direction need not be one of descent"
+                return torch.zeros_like(space.start), reason
+            solution, residual = space.solve(1 - alpha, alpha)
+            if residual <= TOLERANCE:
+                return -solution, ""
+            steps = min(GROWTH, most - space.steps)
+            if steps <= 0 or self.spent + steps * self.costs[name] > self.operations:
+                within = f"{space.steps} products, the limit of {self.operations:.1e} operations or of memory"
+                return -solution, f"not solved to {TOLERANCE:g}: residual {residual:.1e} after {within}"
+            before = space.steps
+            space.grow(steps)
+            self.spent += (space.steps - before) * self.costs[name]
+
+
+def _space(block: Block, gradient: Tensor) -> Krylov:
+    shape = gradient.shape
+    return Krylov(lambda x: (block @ x.reshape(shape)).flatten(), gradient.detach().flatten())
+
+
+def _indefinite(space: Krylov, alpha: float) -> bool:
+    if not space.steps:
+        return False
+    values, _ = space.ritz()
+    return bool((1 - alpha) * values[0] + alpha <= 0)
 
 
 def _sizes(problem: Problem) -> dict[str, int]:
@@ -98,15 +210,6 @@ def _sizes(problem: Problem) -> dict[str, int]:
     parameters = dict(problem.model.named_parameters())
     names = [name for layer in problem.layers for name in layer.names]
     return {name: parameters[name].numel() for name in names}
-
-
-def _reason(solution: Solution, name: str) -> str:
-    block = solution.blocks[name]
-    if block.status is Status.CONVERGED:
-        return ""
-    if block.status is Status.NEGATIVE_CURVATURE:
-        return "the damped Hessian is indefinite, so Newton's direction need not be one of descent"
-    return f"not solved to {TOLERANCE:g}: residual {block.residual:.1e} after {block.iterations} iterations"
 
 
 def _in_float64(problem: Problem) -> Problem:

@@ -143,7 +143,7 @@ def _run_tasks(settings: Settings, tuned: Mapping[Contestant, Tuned | None]) -> 
             key = settings.key("convergence", optimizer=spec, seed=seed)
             asked = {name: settings.value(name) for name in ("train_batch", "lr")}
             head = head_of(settings, "convergence", key) | one.named() | asked
-            head |= {"spec": spec, "seed": seed, "tuned": settings.tune, "epochs_asked": settings.epochs}
+            head |= {"spec": spec, "run_seed": seed, "tuned": settings.tune, "epochs_asked": settings.epochs}
             head |= {"epochs_run": _epochs_in_time(settings.epochs, found, slowest), **_cost_of(found)}
             yield Task("convergence", settings, head, optimizer=spec)
 
@@ -178,7 +178,7 @@ def measure_trial(task: Task) -> Row:
 def measure_run(task: Task) -> Row:
     """`epochs` holds one entry per epoch, the first before training; a run that diverged has failed."""
     setup, head = _setup(task.settings), task.head
-    plan = TrainPlan(setup, task.optimizer, head["epochs_run"], run_seed=setup.seed + head["seed"])
+    plan = TrainPlan(setup, task.optimizer, head["epochs_run"], run_seed=setup.seed + head["run_seed"])
     frame = train(plan, count_memory=False)
     last = frame.iloc[-1]
     columns = [*(column.name for column in EPOCH), "cpu_seconds"]
@@ -236,9 +236,9 @@ def _runs_of(rows: Sequence[Row], racing: Sequence[Contestant], config: Mapping[
         for row in rows
         if [row.get(name) for name in ASKED] == asked
         and bool(row.get("tuned")) == bool(config.get("tune"))
-        and row.get("seed", 0) < config.get("train_seeds", 1)
+        and row.get("run_seed", 0) < config.get("train_seeds", 1)
     ]
-    found = {(row["optimizer"], row.get("seed", 0)): row for row in fitting}
+    found = {(row["optimizer"], row.get("run_seed", 0)): row for row in fitting}
     order = {one.name: place for place, one in enumerate(racing)}
     known = [key for key in found if key[0] in order]
     return [found[key] for key in sorted(known, key=lambda key: (order[key[0]], key[1]))]
@@ -281,7 +281,7 @@ class _TimeBudget:
 
 def _epoch_rows(run: Row) -> list[Row]:
     named = {name: run[name] for name in ("optimizer", "provider", "solver")}
-    named |= rates_of(run.get("spec", "")) | {"seed": run.get("seed", 0), "tuned": bool(run.get("tuned"))}
+    named |= rates_of(run.get("spec", "")) | {"seed": run.get("run_seed", 0), "tuned": bool(run.get("tuned"))}
     named |= {name: run.get(name) for name in ("tuning_epochs", "tuning_seconds", "at_edge")}
     return [named | epoch for epoch in run.get("epochs", [])]
 

@@ -27,7 +27,7 @@ from curvlab.studies.compare.problem_notes import problem_notes
 from curvlab.studies.compare.race import planned_tasks, race_tasks
 from curvlab.studies.compare.row_check import row_problem
 from curvlab.studies.compare.settings import Settings, build
-from curvlab.studies.compare.tasks import Task, cost_tasks, first_tasks
+from curvlab.studies.compare.tasks import Task, cost_tasks, first_tasks, further_tasks
 from curvlab.studies.executor import Place, place_of, run
 from curvlab.studies.run_lock import run_lock
 from curvlab.studies.schema import settings_of
@@ -220,7 +220,7 @@ def _measure(
 ) -> None:
     done = {identity_of(row): row for row in rows.rows()}
     finished = {i for i, row in done.items() if not (retry and row.get("status") == "failed")}
-    stages = (first_tasks, cost_tasks)
+    stages = (first_tasks, further_tasks, cost_tasks)
     total = sum(identity_of(task.head) not in finished for stage in stages for task in stage(settings))
     trained = [done[i] for i in finished if i[0] in RACE and done[i].get("study") == settings.study]
     total += max(0, planned_tasks(settings) - len(trained))

@@ -17,12 +17,14 @@ import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from curvlab import defaults, imports, specs
 from curvlab.exceptions import ArgumentError, SpecError
 from curvlab.measure.source import source_hash
 from curvlab.registry import Registry
+from curvlab.studies.compare.points import GIVEN, read_points
 from curvlab.studies.schema import Setting, extra_columns, extra_settings, setting, settings_of
 from curvlab.studies.setup import SETUP, Setup
 from curvlab.studies.store import key_of
@@ -35,9 +37,10 @@ if TYPE_CHECKING:
     from curvlab.providers import Provider
     from curvlab.solvers import Solver
 
-__all__ = ["Settings", "all_settings", "build", "command_settings"]
+__all__ = ["Settings", "all_settings", "build", "command_settings", "damping_of"]
 
 BOTH = ("compare", "plan")
+OF_STEPS = ("solve", "error", "control", "scene")  # kinds of rows that the limits of references decide
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,30 @@ class Settings:
         defaults.SOLVERS, "Solver, once for each.", flags=("-s", "--solver"), decides="", commands=BOTH
     )
     alpha: float = setting(defaults.ALPHA, "Damping, (1-α)C + αI.", commands=BOTH)
+    alphas: tuple[str, ...] = setting(
+        ("0.01", "0.5", "1%", "10%", "100%"),
+        "Further dampings to measure steps at: α, or a share of the Hessian's largest eigenvalue.",
+        metavar="X,Y%,…",
+        decides="solve",
+    )
+    at: tuple[str, ...] = setting(
+        (),
+        "Points to measure at: init, trained, checkpoint, step:N, epoch:N, with commas; the last decides.",
+        metavar="POINT,…",
+        default_words="init,trained",
+        decides="",
+    )
+    at_lr: float = setting(0.003, "Learning rate of the Adam steps that lead to these points.")
+    checkpoint: str | None = setting(
+        None,
+        "State dict to begin at: safetensors, or torch's own, read with weights_only.",
+        metavar="FILE",
+        decides="",
+    )
+    seeds: int = setting(1, "Seeds of model and data to measure with.", least=1, decides="")
+    batches: int = setting(
+        0, "Batches to measure on.", least=1, default_words="3, or 1 of images or sequences", decides=""
+    )
     repetitions: int = setting(
         15,
         "Rounds of timing, in each of which every cell is timed once.",
@@ -100,6 +127,12 @@ class Settings:
         least=0,
         decides="solve",
     )
+    reference_limit: float = setting(
+        defaults.REFERENCE_OPERATIONS,
+        "Operations that the exact Newton direction, and errors on any graph, may take.",
+        least=0,
+        decides="solve",
+    )
     threads: int = setting(0, "Threads of torch.", least=1, default_words="as torch chooses")
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
@@ -124,10 +157,39 @@ class Settings:
             solvers=_distinct(solvers, made.solvers),
             baselines=_names(made.baselines),
             alpha=float(made.alpha),
+            alphas=_split(made.alphas),
+            at=read_points(_names(made.at)),
             threads=made.threads or torch.get_num_threads(),
             extra=added | {name: value for name, value in given.items() if name in added},
         )
+        made = made._with_scenes()
         made._check()
+        return made
+
+    def _with_scenes(self) -> Settings:
+        """Where to measure, if that was left open: never at an untrained model alone."""
+        if not isinstance(self.subject, Setup):
+            if self.at not in ((), (GIVEN,)) or self.seeds > 1 or self.batches > 1 or self.checkpoint:
+                raise SpecError(
+                    "at, seeds, batches and checkpoint need a model that can be built and trained again; "
+                    "give a Setup (or use the command line) instead of a Problem, or leave them out"
+                )
+            return replace(self, at=(GIVEN,), batches=1)
+        own = imports.is_address(self.subject.data)
+        if own and self.batches > 1:
+            raise SpecError(
+                f"batches={self.batches}: `{self.subject.data}` is measured as it is, all of its batches "
+                "together; name a data set, or leave batches out"
+            )
+        if self.checkpoint is not None and not Path(self.checkpoint).is_file():
+            raise SpecError(f"checkpoint {self.checkpoint} is no file; give the path of a state dict")
+        usual = ("checkpoint",) if self.checkpoint is not None else ("init", "trained")
+        many = 1 if own or self.subject.input_kind != "rows" else 3
+        made = replace(self, at=self.at or usual, batches=self.batches or many)
+        if "checkpoint" in made.at and made.checkpoint is None:
+            raise SpecError("point `checkpoint` needs a file: --checkpoint FILE")
+        if GIVEN in made.at:
+            raise SpecError(f"point `{GIVEN}` is that of a Problem; use init, trained, step:N or epoch:N")
         return made
 
     def value(self, name: str) -> Any:
@@ -146,6 +208,8 @@ class Settings:
             one.check(self.value(one.name))
         try:
             Mixed(self.alpha)
+            for text in self.alphas:
+                damping_of(text, 1.0)
         except ValueError as error:
             raise SpecError(str(error)) from error
         if self.lr is not None:
@@ -177,7 +241,7 @@ class Settings:
         found = {one.name: self.value(one.name) for one in _own_and_extra()}
         for name, registry in registries.items():
             found[name] = [registry.label(one) for one in found[name]]
-        found["baselines"] = list(self.baselines)
+        found |= {name: list(found[name]) for name in ("baselines", "alphas", "at")}
         return found | (_short_fields(subject) if isinstance(subject, Setup) else {"problem": repr(subject)})
 
     @cached_property
@@ -188,6 +252,7 @@ class Settings:
         return key_of(
             {
                 "subject": _identity(self.subject),
+                "checkpoint_bytes": _file_hash(self.checkpoint),
                 **self.values("study"),
                 "versions": {
                     "python": platform.python_version(),
@@ -203,7 +268,8 @@ class Settings:
         added = (
             {"columns": [one.name for one in extra_columns()]} if kind == "solve" and extra_columns() else {}
         )
-        return key_of({"study": self.study, "kind": kind, **self.values(kind), **added, **choice})
+        decided = self.values("solve" if kind in OF_STEPS else kind)
+        return key_of({"study": self.study, "kind": kind, **decided, **added, **choice})
 
 
 def _own_and_extra() -> tuple[Setting, ...]:
@@ -256,15 +322,51 @@ def _identity(subject: Setup | Problem) -> dict[str, Any]:
     return subject.fields() | ({"values": _fingerprint(build(subject))} if own else {})
 
 
-def build(subject: Setup | Problem) -> Problem:
-    """The problem; a user's own model and data draw what they draw at random from the seed."""
+def damping_of(text: str, largest: float) -> float:
+    """α of `--alphas`: a number, or of a share s of the largest eigenvalue λ that with α/(1-α) = s λ.
+
+    >>> damping_of("0.05", 3.0), damping_of("50%", 2.0)
+    (0.05, 0.5)
+    """
+    share = text.endswith("%")
+    try:
+        value = float(text.removesuffix("%"))
+    except ValueError:
+        value = math.nan
+    if not (0 < value < math.inf) or not (share or value < 1):
+        raise SpecError(
+            f"alphas: `{text}` is neither a damping between 0 and 1 nor a share such as 10% of the largest "
+            f"eigenvalue"
+        )
+    return value / 100 * largest / (1 + value / 100 * largest) if share else value
+
+
+def _split(given: Any) -> tuple[str, ...]:
+    """Texts, each with one value or several with commas."""
+    parts = [part.strip() for text in _names(given) for part in str(text).split(",")]
+    return tuple(dict.fromkeys(part for part in parts if part))
+
+
+def _file_hash(path: str | None) -> str | None:
+    """A hash of what the file holds; a file that is not there is an error when it is read."""
+    if path is None or not Path(path).is_file():
+        return None
+    with Path(path).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+
+
+def build(subject: Setup | Problem, epoch: int = 0, start: int = 0) -> Problem:
+    """The problem; a user's own model and data draw what they draw at random from the seed.
+
+    Of a data set by name, batch `start` of that epoch's order.
+    """
     if not isinstance(subject, Setup):
         return subject
     import torch
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(subject.seed)
-        return subject.build_problem()
+        return subject.build_problem(epoch, start)
 
 
 def _fingerprint(problem: Problem) -> str:

@@ -25,7 +25,8 @@ memory grows with the number of examples only by what those columns take.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+import re
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,7 +35,6 @@ from torch import Tensor
 
 from curvlab.curvature import Curvature, LayerCurvature
 from curvlab.defaults import PROVIDERS
-from curvlab.exceptions import ProblemError
 from curvlab.linalg import poseig
 from curvlab.linalg.precision import full_precision
 from curvlab.model.recording import ChainRecording
@@ -42,6 +42,12 @@ from curvlab.problem import Problem
 from curvlab.providers import GaussNewton, Provider, estimate
 from curvlab.providers.hessian import hessian_products
 from curvlab.providers.registry import providers as registry
+from curvlab.studies.small.references import (
+    Budget,
+    OutputBlocks,
+    probed_weight_errors,
+    provider_output_block,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -63,26 +69,33 @@ def errors(
     providers: str | Provider | Sequence[str | Provider] = PROVIDERS,
     *,
     weights: bool = False,
+    operations: float = math.inf,
 ) -> pd.DataFrame:
     """The error of each provider's bias blocks at each layer, and in total, against the absolute Hessian.
 
     Args:
-        problem: a batch, or a stream of batches (without `weights`): one pass serves all providers.
+        problem: a batch, or a stream of batches: one pass serves all providers.
         providers: names or instances.
-        weights: also measure the weight blocks; costs about one Hessian-vector product an output unit,
-            once for all providers, and needs a chain and a single batch.
+        weights: also measure the weight blocks. On a chain and one batch they are exact, and cost about one
+            Hessian-vector product an output unit, once for all providers; of a stream, of any other graph,
+            and where that costs more than `operations`, they are estimated by a few random products.
+        operations: what the references may cost, in multiplications and additions; what is beyond is NaN, and
+            `attrs["left_out"]` says so.
 
     Returns:
         One row for each provider and layer, then one whose layer is `"Total"`:
 
         - `layer` (1 is next to the input), `layer_name`, `provider`;
-        - `error` = ‖B̃ - |B|‖_F and `relative` = `error` / ‖|B|‖_F;
+        - `error` = ‖B̃ - |B|‖_F and `relative` = `error` / ‖|B|‖_F. A layer without bias has B all the same,
+          at its outputs; NaN where none can be had, or where it costs too much;
         - with `weights`: `weight_error` = ‖Ã - E[hhᵀ⊗H_i]‖_F, signed, `weight_relative`, and
-          `weight_floor`, the smallest error that any block E[hhᵀ] ⊗ B can have at this layer.
-          NaN where a layer's weight is frozen, and where a block of another package is not E[hhᵀ] ⊗ B:
-          nothing short of forming it would tell.
+          `weight_floor`, the smallest error that any block E[hhᵀ] ⊗ B can have at this layer (exact ones
+          only). NaN where a layer's weight is frozen, and where a block of another package is not
+          E[hhᵀ] ⊗ B: nothing short of forming it would tell.
 
-        `attrs` holds the criterion, and what each provider says of its definiteness and in its notes.
+        `attrs` holds the criterion, what each provider says of its definiteness and in its notes, and the
+        shares of the trainable parameters that `error` (`bias_share`) and `weight_error` (`weight_share`)
+        speak for; `weight_probes` is 0 where weight errors are exact.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Sigmoid(), torch.nn.Linear(3, 2))
     >>> problem = Problem(model, "cross-entropy", torch.eye(4), torch.tensor([0, 1, 0, 1]))
@@ -93,20 +106,26 @@ def errors(
     import pandas as pd
 
     specs = [providers] if isinstance(providers, str | Provider) else list(providers)
-    numbers = _numbers(problem)
-    sticks = _yardsticks(problem, numbers) if weights else []
+    numbers, budget = _numbers(problem), Budget(operations)
     *curvatures, exact = estimate([*specs, "hessian"], problem)
-    truths = [_absolute(_bias_block(layer)) for layer in exact.layers]
-    rows: list[dict[str, object]] = []
-    for spec, curvature in zip(specs, curvatures, strict=True):
-        pairs = zip(curvature.layers, truths, strict=True)
-        measured = [_bias_error(layer, truth) for layer, truth in pairs]
-        if weights:
-            of_weights = _weight_errors(problem, spec, curvature, numbers, sticks)
-            measured = [a | b for a, b in zip(measured, of_weights, strict=True)]
-        rows += _rows(curvature, numbers, measured)
+    truths, notes = _truths(problem, exact, budget)
+    measured = [
+        [_bias_error(curvature, layer, truth) for layer, truth in zip(curvature.layers, truths, strict=True)]
+        for curvature in curvatures
+    ]
+    probes = 0
+    if weights:
+        of_weights, probes, said = _all_weight_errors(problem, specs, curvatures, exact, numbers, budget)
+        notes += said
+        measured = [
+            [a | b for a, b in zip(one, other, strict=True)]
+            for one, other in zip(measured, of_weights, strict=True)
+        ]
+    pairs = zip(curvatures, measured, strict=True)
+    rows = [row for curvature, values in pairs for row in _rows(curvature, numbers, values)]
     frame = pd.DataFrame(rows)
-    frame.attrs = _attributes(problem, curvatures)
+    frame.attrs = _attributes(problem, curvatures) | _shares(problem, exact, truths, measured)
+    frame.attrs |= {"weight_probes": probes, "left_out": notes}
     return frame
 
 
@@ -119,15 +138,37 @@ def _numbers(problem: Problem) -> list[int]:
     return [index for index, layer in enumerate(layers, start=1) if layer.selected]
 
 
-def _bias_block(layer: LayerCurvature) -> Tensor:
-    if layer.output is not None:
-        return layer.output.to_dense()
-    if layer.bias_operator is None:
-        raise ProblemError(
-            f"layer `{layer.name}` has no bias and the model is no chain, so its mean Hessian at the "
-            "pre-activations, the yardstick of its errors, is not available. Leave it out with layers=[…]"
-        )
-    return layer.bias_operator.to_dense()
+def _truths(
+    problem: Problem, exact: Curvature, budget: Budget
+) -> tuple[list[tuple[Tensor, Tensor] | None], list[str]]:
+    """The exact block at the outputs of each layer, signed and absolute, and notes on those left out."""
+    if problem.chain is not None:
+        found: list[Tensor | None] = [provider_output_block(layer) for layer in exact.layers]
+        return [_signed_and_absolute(block) for block in found], []
+    # Half is for the weights: blocks at the outputs of few layers are of less use than some of all weights.
+    blocks = OutputBlocks(problem, exact, Budget(budget.left / 2))
+    found = [blocks.block(layer) for layer in exact.layers]
+    budget.left = budget.left / 2 + blocks.budget.left
+    return [_signed_and_absolute(block) for block in found], _left_out_words(blocks.left_out)
+
+
+def _left_out_words(left_out: Mapping[str, str]) -> list[str]:
+    """One sentence for each reason, however many layers share it."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in left_out.items():
+        by_reason.setdefault(re.sub(r"\d[\d,.]* ?", "", reason), []).append(name)
+    words = []
+    for names in by_reason.values():
+        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        words.append(f"no error at the outputs of `{names[0]}`{others}: {left_out[names[0]]}")
+    return words
+
+
+def _signed_and_absolute(block: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    if block is None:
+        return None
+    signed = block.detach().to("cpu", torch.float64)
+    return signed, _absolute(signed)
 
 
 def _absolute(block: Tensor) -> Tensor:
@@ -135,23 +176,56 @@ def _absolute(block: Tensor) -> Tensor:
     return poseig(block.to("cpu", torch.float64), gamma=-1.0)
 
 
-def _bias_error(layer: LayerCurvature, truth: Tensor) -> Measured:
-    difference = _bias_block(layer).to(truth) - truth
-    return {"error": _norm(difference), "norm": _norm(truth)}
+def _bias_error(curvature: Curvature, layer: LayerCurvature, truth: tuple[Tensor, Tensor] | None) -> Measured:
+    if truth is None:
+        return {"error": math.nan, "norm": math.nan}
+    signed, absolute = truth
+    # The exact Hessian's blocks are at hand, also where a layer has no bias.
+    own = signed if curvature.exact else provider_output_block(layer)
+    if own is None:
+        return {"error": math.nan, "norm": math.nan}
+    return {"error": _norm(own.to(absolute) - absolute), "norm": _norm(absolute)}
 
 
 def _norm(matrix: Tensor) -> float:
     return float(torch.linalg.matrix_norm(matrix))
 
 
-def _yardsticks(problem: Problem, numbers: list[int]) -> list[WeightYardstick]:
-    problem.require_chain("errors(weights=True)")
-    if problem.streamed:
-        raise ProblemError(
-            "errors(weights=True) compares examples pair by pair and was given a stream; expected a "
-            "single batch. Use problem.with_data(inputs, targets) with one of them, or leave `weights` out"
-        )
-    return [weight_yardstick(_recording(problem), number - 1) for number in numbers]
+def _all_weight_errors(
+    problem: Problem,
+    specs: Sequence[str | Provider],
+    curvatures: Sequence[Curvature],
+    exact: Curvature,
+    numbers: list[int],
+    budget: Budget,
+) -> tuple[list[list[Measured]], int, list[str]]:
+    """The errors of weight blocks of each provider and layer, how many probes they are from, and notes."""
+    if problem.chain is not None and not problem.streamed and budget.take(_yardstick_cost(problem, numbers)):
+        sticks = [weight_yardstick(_recording(problem), number - 1) for number in numbers]
+        pairs = zip(specs, curvatures, strict=True)
+        return [_weight_errors(problem, spec, one, numbers, sticks) for spec, one in pairs], 0, []
+    probed, norms, probes = probed_weight_errors(exact, curvatures, budget)
+    notes = [] if probes else ["no error of weight blocks: a random product with each is beyond the limit"]
+    return [[_probed(layer, one, norms) for layer in exact.layers] for one in probed], probes, notes
+
+
+def _probed(layer: LayerCurvature, found: Mapping[str, float], norms: Mapping[str, float]) -> Measured:
+    name = layer.weight_name or ""
+    error = found.get(name, math.nan)
+    norm = math.nan if math.isnan(error) else norms.get(name, math.nan)
+    return {"weight_error": error, "weight_norm": norm, "weight_floor": math.nan}
+
+
+def _yardstick_cost(problem: Problem, numbers: list[int]) -> float:
+    """Operations of the exact yardsticks: a product through the layers above for each output unit."""
+    assert problem.chain is not None
+    layers, examples = problem.chain.layers, problem.examples()
+    total = 0.0
+    for number in numbers:
+        above = sum(layer.in_features * layer.out_features for layer in layers[number:])
+        units = layers[number - 1].out_features
+        total += units * (8.0 * examples * above + 2.0 * examples**2 * units)
+    return total
 
 
 def _recording(problem: Problem) -> ChainRecording:
@@ -225,6 +299,24 @@ def _root_of_squares(values: list[float]) -> float:
     """Over the layers that have a value; NaN where none has."""
     known = [value for value in values if not math.isnan(value)]
     return math.hypot(*known) if known else math.nan
+
+
+def _shares(
+    problem: Problem,
+    exact: Curvature,
+    truths: Sequence[object],
+    measured: Sequence[Sequence[Measured]],
+) -> dict[Hashable | None, object]:
+    """The shares of the trainable parameters that errors at layer outputs and of weights speak for."""
+    trainable = sum(p.numel() for p in problem.model.parameters() if p.requires_grad)
+    blocks, bias, weight = exact.blocks, 0, 0
+    for index, layer in enumerate(exact.layers):
+        if layer.bias_name is not None and truths[index] is not None:
+            bias += blocks[layer.bias_name].numel
+        known = any(not math.isnan(one[index].get("weight_error", math.nan)) for one in measured)
+        if layer.weight_name is not None and known:
+            weight += blocks[layer.weight_name].numel
+    return {"bias_share": bias / trainable, "weight_share": weight / trainable}
 
 
 def _attributes(problem: Problem, curvatures: list[Curvature]) -> dict[Hashable | None, object]:

@@ -1,0 +1,226 @@
+"""Whether a pair beats the gradient: its step against the control's, draw by draw at the deciding point.
+
+A learning rate is tuned for whatever one trains with, so steps are compared at their best scale:
+
+    angle   sine of the angle to the exact damped Newton step, where that is known      smaller is better
+    loss    decrease of the batch's loss at the best step size                           larger is better
+    other   decrease of another batch's loss at that step size, where there is one       not to be worse
+
+A pair beats the gradient where it is better by more than 5 % in the median, and better in nine of ten draws,
+in every one of the first two that is known, and its median on the other batch is no worse. Less is said to be
+no difference: with so few draws, and at one α, no more can be claimed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from curvlab.report.numbers import digits, percent
+from curvlab.report.pareto import Candidate
+from curvlab.report.words import join_names
+from curvlab.studies.compare.decisions import Decision
+from curvlab.studies.compare.points import Point
+from curvlab.studies.compare.timing import decide_times
+
+if TYPE_CHECKING:
+    from curvlab.studies.compare.frames import Comparison
+
+__all__ = [
+    "Against",
+    "Damping",
+    "Evidence",
+    "against_gradient",
+    "control_words",
+    "damping_words",
+    "evidence_of",
+    "point_words",
+]
+
+Pair = tuple[str, str]
+
+MATERIAL = 0.05
+SHARE = 0.9
+CLOSE = 0.01  # an angle below this counts as this, as for pairs among themselves
+
+
+@dataclass(frozen=True)
+class Against:
+    """A pair beside the gradient step: medians of both, and the share of draws in which the pair is better.
+
+    `angle`, `loss` and `other` are (pair, gradient, share); NaN where unknown.
+    """
+
+    angle: tuple[float, float, float]
+    loss: tuple[float, float, float]
+    other: tuple[float, float, float]
+    draws: int
+
+    @property
+    def known(self) -> bool:
+        """Whether there is anything to compare by."""
+        return not (math.isnan(self.angle[0]) and math.isnan(self.loss[0]))
+
+    @property
+    def beats(self) -> bool:
+        """Whether the pair is better than the gradient beyond the noise, in all that is known."""
+        closer = math.isnan(self.angle[0]) or (
+            max(self.angle[0], CLOSE) < (1 - MATERIAL) * max(self.angle[1], CLOSE) and self.angle[2] >= SHARE
+        )
+        lower = math.isnan(self.loss[0]) or (
+            self.loss[0] > 0 and self.loss[0] > (1 + MATERIAL) * self.loss[1] and self.loss[2] >= SHARE
+        )
+        elsewhere = math.isnan(self.other[0]) or self.other[0] >= self.other[1]
+        return self.known and closer and lower and elsewhere
+
+
+def against_gradient(draws: pd.DataFrame | None, point: str) -> dict[Pair, Against]:
+    """Each pair beside `identity` at a point; empty where that was not measured.
+
+    >>> draws = pd.DataFrame({"provider": ["identity", "pch-1"], "solver": ["", "kfi"], "point": "init",
+    ...     "seed": 0, "draw": 0, "sine": [0.5, 0.1], "decrease": [0.2, 0.4], "decrease_other": [0.1, 0.2]})
+    >>> against_gradient(draws, "init")["pch-1", "kfi"].beats
+    True
+    """
+    if draws is None or draws.empty:
+        return {}
+    here = draws[draws["point"] == point]
+    scenes = ["seed", "draw"]
+    gradient = here[here["provider"] == "identity"].set_index(scenes).sort_index()
+    if gradient.empty:
+        return {}
+    found = {}
+    for pair, group in here[here["solver"] != ""].groupby(["provider", "solver"], sort=False):
+        own = group.set_index(scenes).sort_index()
+        joined = own.join(gradient, rsuffix="_control", how="inner")
+        found[str(pair[0]), str(pair[1])] = Against(
+            _beside(joined, "sine", smaller=True),
+            _beside(joined, "decrease", smaller=False),
+            _beside(joined, "decrease_other", smaller=False),
+            len(joined),
+        )
+    return found
+
+
+def _beside(joined: pd.DataFrame, name: str, *, smaller: bool) -> tuple[float, float, float]:
+    both = joined[[name, f"{name}_control"]].to_numpy(float)
+    both = both[np.isfinite(both).all(axis=1)]
+    if not len(both):
+        return math.nan, math.nan, math.nan
+    own, control = both[:, 0], both[:, 1]
+    better = own < control if smaller else own > control
+    return float(np.median(own)), float(np.median(control)), float(better.mean())
+
+
+def control_words(pairs: Sequence[Candidate], against: Mapping[Pair, Against]) -> list[str]:
+    """What the gradient step does beside the pairs, and which of them do not beat it."""
+    known = {(p.provider, p.solver): against.get((p.provider, p.solver)) for p in pairs}
+    beside = {pair: one for pair, one in known.items() if one is not None and one.known}
+    if not beside:
+        return []
+    first = next(iter(beside.values()))
+    words = ["The control is the gradient step at its best scale: it "]
+    parts = []
+    if not math.isnan(first.angle[1]):
+        nearest = min(beside, key=lambda pair: beside[pair].angle[0])
+        closest = f"the closest pair, {' + '.join(nearest)}, {percent(beside[nearest].angle[0])}"
+        parts.append(f"is {percent(first.angle[1])} from the exact damped Newton step ({closest})")
+    if not math.isnan(first.loss[1]):
+        most = max(beside, key=lambda pair: beside[pair].loss[0])
+        largest = f"the most by a pair, {' + '.join(most)}: {percent(beside[most].loss[0])}"
+        parts.append(f"lowers the loss of its batch by {percent(first.loss[1])} ({largest})")
+        if not math.isnan(first.other[1]):
+            there = f"{percent(first.other[1])} ({' + '.join(most)}: {percent(beside[most].other[0])})"
+            parts.append(f"that of another batch by {there}")
+    words.append(join_names(parts) + ".")
+    losers = [" + ".join(pair) for pair, one in beside.items() if not one.beats]
+    if losers and len(losers) < len(beside):
+        words.append(f" No better than it beyond the noise: {join_names(losers)}.")
+    return ["".join(words)]
+
+
+@dataclass(frozen=True)
+class Damping:
+    """α beside the largest eigenvalue of the exact Hessian at the deciding point (medians over draws)."""
+
+    alpha: float
+    largest: float
+    of: str = "blocks"
+
+    @property
+    def rules(self) -> bool:
+        """Whether α outweighs every eigenvalue, so that every damped step is nearly the gradient's."""
+        return (1 - self.alpha) * self.largest < self.alpha
+
+
+def damping_words(damping: Damping | None) -> list[str]:
+    """What the damping does to the comparison.
+
+    >>> damping_words(Damping(0.05, 0.039))[0][:67]
+    'The damping rules: α = 0.05 is more than the largest eigenvalue of '
+    """
+    if damping is None or math.isnan(damping.largest):
+        return []
+    of = "the Hessian's blocks" if damping.of == "blocks" else "the Hessian"
+    value = digits(damping.largest)
+    if damping.rules:
+        return [
+            f"The damping rules: α = {damping.alpha:g} is more than the largest eigenvalue of {of} here, "
+            f"{value}. The damped matrix (1−α)C + αI is then mostly αI, every step is nearly −g/α, and "
+            "distances of steps measure the damping, not the curvature. Compare at a smaller α."
+        ]
+    return [f"The largest eigenvalue of {of} is {value} here, beside α = {damping.alpha:g}."]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a recommendation takes into account besides the cells.
+
+    `against` has each pair beside the gradient step; a pair of which nothing is known there is allowed, as in
+    folders of earlier releases. `point` names where all of it was measured.
+    """
+
+    against: Mapping[Pair, Against] = field(default_factory=dict)
+    damping: Damping | None = None
+    times: Decision | None = None
+    point: str = ""
+    draws: int = 1
+
+    def allows(self, pair: Pair) -> bool:
+        """Whether the pair may be suggested."""
+        found = self.against.get(pair)
+        return found is None or not found.known or found.beats
+
+
+def evidence_of(comparison: Comparison) -> Evidence:
+    """What a comparison knows besides its cells, at its deciding point."""
+    point = comparison.point
+    scenes = comparison.at_point("scenes")
+    damping = None
+    if len(scenes):
+        largest = float(scenes["largest_eigenvalue"].median())
+        damping = Damping(float(comparison.config["alpha"]), largest, str(scenes["largest_of"].iloc[0]))
+    rounds = comparison.at_point("repetitions")
+    rounds = rounds[rounds["solver"] != ""] if len(rounds) else rounds
+    return Evidence(
+        against_gradient(comparison.draws, point),
+        damping,
+        decide_times(rounds) if len(rounds) else None,
+        point_words(comparison),
+        max(len(scenes), 1),
+    )
+
+
+def point_words(comparison: Comparison) -> str:
+    """The deciding point in words, with the steps that led there; empty for a folder without any."""
+    scenes = comparison.at_point("scenes")
+    if scenes.empty:
+        return ""
+    steps = int(scenes["steps"].iloc[0])
+    words = Point.read(comparison.point).words
+    return f"after {steps} steps of Adam" if comparison.point == "trained" else words
