@@ -57,7 +57,7 @@ def test_newton_s_direction_is_left_out_where_it_costs_more_than_the_limit() -> 
     reference = NewtonReference(problem(), operations=10.0)
     [reason] = set(reference.at(0.5).reasons.values())
     assert "operations, more than the limit of 1.0e+01" in reason
-    assert reference.spent < 10_000  # a single product of one block told
+    assert reference.spent < 2e7  # a single product of one block told
 
 
 def test_the_spectra_are_those_of_the_dense_blocks() -> None:
@@ -185,6 +185,7 @@ def test_where_the_damping_rules_the_answer_is_the_gradient() -> None:
         ["kfi", "ea-cg", "exact"],
         at="step:300",
         at_lr=0.01,
+        train_batch=500,
         batches=1,
         alphas=(),
         repetitions=1,

@@ -275,7 +275,9 @@ def test_probed_weight_errors_are_unbiased_for_the_frobenius_norms() -> None:
     model, (x, y) = Residual(), batch(12)
     problem = Problem(model, "cross-entropy", x, y)
     fisher, exact = curvlab.estimate(["fisher", "hessian"], problem)
-    found = [probed_weight_errors(exact, [fisher], Budget(math.inf), seed=seed) for seed in range(40)]
+    found = [
+        probed_weight_errors(problem, exact, [fisher], Budget(math.inf), seed=seed) for seed in range(40)
+    ]
     for name, block in exact.blocks.items():
         if name.endswith("weight"):
             truth = block.to_dense()

@@ -49,8 +49,8 @@ class PCH(Provider):
         for field in ("gamma", "output_gamma"):
             if not -inf < getattr(self, field) <= 0:
                 raise SpecError(
-                    f"{field}={getattr(self, field)} must be finite and at most 0: it multiplies negative eigenvalues "
-                    f"(-1 takes absolute values, 0 clips)"
+                    f"{field}={getattr(self, field)} must be finite and at most 0: it multiplies "
+                    f"negative eigenvalues (-1 takes absolute values, 0 clips)"
                 )
 
     def statistics(self, problem: Problem) -> tuple[Statistic, ...]:

@@ -27,6 +27,7 @@ from curvlab.measure.flops import counting
 from curvlab.problem import Problem
 from curvlab.providers import estimate
 from curvlab.studies.compare.krylov import Krylov
+from curvlab.studies.small.references import product_operations
 
 __all__ = ["Closeness", "Newton", "NewtonReference", "closeness", "newton"]
 
@@ -143,12 +144,12 @@ class NewtonReference:
         blocks, gradient = estimate("hessian", problem).blocks, problem.gradient()
         self.spaces = {name: _space(block, gradient[name]) for name, block in blocks.items()}
         self.shapes = {name: gradient[name].shape for name in blocks}
-        self.costs: dict[str, int] = {}
+        self.costs: dict[str, float] = {}
         for name, space in self.spaces.items():
             with counting() as counted:
                 space.grow(1)
-            self.costs[name] = counted.total
-            self.spent += counted.total
+            self.costs[name] = product_operations(counted.total, problem)
+            self.spent += self.costs[name]
             remaining = len(self.spaces) * FEWEST * max(self.costs.values())
             if remaining > self.operations:
                 self.refusal = (

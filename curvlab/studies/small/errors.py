@@ -204,7 +204,7 @@ def _all_weight_errors(
         sticks = [weight_yardstick(_recording(problem), number - 1) for number in numbers]
         pairs = zip(specs, curvatures, strict=True)
         return [_weight_errors(problem, spec, one, numbers, sticks) for spec, one in pairs], 0, []
-    probed, norms, probes = probed_weight_errors(exact, curvatures, budget)
+    probed, norms, probes = probed_weight_errors(problem, exact, curvatures, budget)
     notes = [] if probes else ["no error of weight blocks: a random product with each is beyond the limit"]
     return [[_probed(layer, one, norms) for layer in exact.layers] for one in probed], probes, notes
 

@@ -11,7 +11,8 @@ Weight blocks are too large to form. For a random v with independent signs
 so a few products estimate the signed error and the norm that it is relative to; the same v serve every
 provider and both, which makes the ratio far less noisy than either.
 
-What the products cost is counted, in operations, before they are made.
+What the products cost is counted, in operations, before they are made; each is charged at least what running
+a model costs besides (`product_operations`), or small models would take for ever.
 """
 
 from __future__ import annotations
@@ -32,10 +33,28 @@ from curvlab.model.calling import ModelCall
 from curvlab.model.products import ModelProducts
 from curvlab.problem import Problem
 
-__all__ = ["PROBES", "Budget", "OutputBlocks", "probed_weight_errors", "provider_output_block"]
+__all__ = [
+    "PROBES",
+    "Budget",
+    "OutputBlocks",
+    "probed_weight_errors",
+    "product_operations",
+    "provider_output_block",
+]
 
+ON_A_CHAIN, ON_A_GRAPH = 1e7, 1e10  # operations that a product takes as long as, however small the model is
 PROBES = 6
 DENSE_UP_TO = 4096
+
+
+def product_operations(counted: int, problem: Problem) -> float:
+    """What one Hessian product of so many counted operations is charged.
+
+    >>> problem = Problem(nn.Linear(2, 2), "mse", torch.eye(2), torch.zeros(2, 2))
+    >>> product_operations(16, problem)
+    10000016.0
+    """
+    return counted + (ON_A_GRAPH if problem.chain is None else ON_A_CHAIN)
 
 
 @dataclass
@@ -66,7 +85,7 @@ class OutputBlocks:
     def __init__(self, problem: Problem, exact: Curvature, budget: Budget) -> None:
         self.problem, self.exact, self.budget = problem, exact, budget
         self.left_out: dict[str, str] = {}
-        self._cost: int | None = None
+        self._cost: float | None = None
 
     def block(self, layer: LayerCurvature) -> Tensor | None:
         """B of the layer, n × n, or None where it is left out."""
@@ -93,7 +112,7 @@ class OutputBlocks:
         if self._cost is None:
             with counting() as counted:
                 product()
-            self._cost = counted.total
+            self._cost = product_operations(counted.total, self.problem)
         if self.budget.take(size * self._cost):
             return True
         self.left_out[layer.name] = (
@@ -156,7 +175,7 @@ def _shifted_outputs(problem: Problem, name: str, size: int) -> Iterator[Callabl
 
 
 def probed_weight_errors(
-    exact: Curvature, curvatures: Sequence[Curvature], budget: Budget, seed: int = 0
+    problem: Problem, exact: Curvature, curvatures: Sequence[Curvature], budget: Budget, seed: int = 0
 ) -> tuple[list[dict[str, float]], dict[str, float], int]:
     """Signed errors of the weight blocks by name, of each curvature, the norms of the exact ones, and probes.
 
@@ -169,7 +188,7 @@ def probed_weight_errors(
     with counting() as counted:
         first = exact.blocks[names[0]]
         _ = first @ torch.zeros(first.shape).to(first.example)
-    each = max(1, counted.total) * len(names)
+    each = product_operations(counted.total, problem) * len(names)
     probes = 0
     while probes < PROBES and budget.take(each):
         probes += 1
