@@ -115,6 +115,8 @@ def finish(compared: Comparison, folder: Path, as_json: bool, quiet: bool) -> No
     for failure in compared.failures:
         say(f"failed: {failure}")
     if not compared.measured:
+        for reason in compared.warnings if quiet or as_json else ():
+            say(reason)
         say("No pair was measured: every one was skipped or failed. `curvlab list` shows which pairs exist.")
     if not compared.ok:
         sys.exit(1)

@@ -48,6 +48,7 @@ USAGE: Mistakes = {
     "compare -p fisher[seed=x]": ("seed", "x", "integer"),
     "compare -p pch[gamma=1]": ("gamma", "1"),
     "compare -p pch[gamma=nan]": ("gamma", "nan"),
+    "compare -p pch[gamma=-inf]": ("gamma", "-inf", "finite"),
     "compare -p pch[gamma=strong]": ("gamma", "strong", "number"),
     "compare -p hessian[full=maybe]": ("full", "maybe", "true|false"),
     "compare -s kfl": ("kfl", "kfi"),
@@ -167,6 +168,7 @@ USAGE: Mistakes = {
     "compare --model own:net --data own:rows --criterion own:number": ("7", "nn.CrossEntropyLoss"),
     "compare --model own:Stumbles --data own:rows": ("token_type_ids",),
     "compare --model own:Recursive --data own:rows": ("recursion",),
+    "compare --model own:Leaves --data own:rows": ("SystemExit",),
     "compare --model own:net --data own:rows --criterion own:loss_nan": ("loss_nan",),
     "compare --model own:net --data own:rows --criterion own:loss_raises": ("loss_raises",),
     "train --model own:net --data own:rows": ("own:rows",),
@@ -258,5 +260,6 @@ FAILED: Mistakes = {
     "compare --data cifar10 --data-dir cifar": ("data_batch_1.bin", "30,730,000"),
     f"{OWN} --executor dask[address=tcp://127.0.0.1:9]": ("tcp://127.0.0.1:9", "dask scheduler"),
     f"compare {TINY} -p hessian -s kfi": ("No pair was measured", "curvlab list"),
+    f"compare {TINY} -p fisher[kind=mc,samples=100000000000] -s kfi": ("100,000,000,000", "days"),
     f"train {TINY} --activation relu --optimizer sgd[lr=1e30]": ("diverged",),
 }

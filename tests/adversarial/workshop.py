@@ -51,6 +51,11 @@ class Recursive(nn.Module):
         super().__init__()
         self.layer = nn.Linear(4, 2)
     def forward(self, x): return self.forward(x)
+class Leaves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+    def forward(self, x): raise SystemExit(0)
 def exits(): raise SystemExit(0)
 
 # batches
