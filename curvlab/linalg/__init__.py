@@ -14,6 +14,7 @@ from curvlab.linalg.blocks import (
     SumBlock,
     ViewedBlock,
 )
+from curvlab.linalg.eigen import eigh, eigvalsh
 from curvlab.linalg.factors import (
     DenseFactor,
     DiagonalFactor,
@@ -49,6 +50,8 @@ __all__ = [
     "ViewStep",
     "ViewedBlock",
     "congruence",
+    "eigh",
+    "eigvalsh",
     "gram",
     "poseig",
     "poseig_diagonal",

@@ -18,6 +18,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from curvlab.linalg.eigen import eigvalsh
 from curvlab.linalg.factors import Factor, InputFactors, frobenius_norm, inner_product
 from curvlab.linalg.views import MatrixView
 
@@ -129,7 +130,7 @@ class Block(ABC):
 
     def eigvalsh(self, max_bytes: int = DENSE_BYTES) -> Tensor:
         """All eigenvalues, ascending."""
-        return torch.linalg.eigvalsh(self.to_dense(max_bytes))
+        return eigvalsh(self.to_dense(max_bytes))
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -11,6 +11,7 @@ from curvlab.distributed.communicator import Communicator, communicator_of
 from curvlab.distributed.operators import join_operators
 from curvlab.distributed.statistics import JoinedStatistics
 from curvlab.exceptions import SpecError
+from curvlab.measure import device as devices
 from curvlab.problem import Problem
 from curvlab.providers.base import Context, Provider
 from curvlab.providers.registry import providers
@@ -102,6 +103,10 @@ class Chosen:
             if left_out
             else ()
         )
+        place = next(problem.model.parameters())
+        if not devices.has_eigh(place):
+            kind = place.device.type
+            said += (f"`{kind}` has no eigendecompositions: those that are needed run on the CPU",)
         return [
             replace(
                 one,

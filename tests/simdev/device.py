@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import cpp_extension
+from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = ["Counts", "Sim", "lacking", "load"]
 
@@ -54,7 +55,7 @@ def lacking() -> str | None:
     if not cpp_extension.is_ninja_available():
         return "the simulated device is built with ninja, which is not installed: pip install ninja"
     if not hasattr(torch.accelerator, "memory_allocated"):
-        return f"the simulated device needs torch 2.9, whose allocators have statistics; this is {torch.__version__}"
+        return f"the simulated device needs torch 2.9 for its allocator; this is {torch.__version__}"
     return None
 
 
@@ -197,10 +198,12 @@ def _device_module(sim: Sim) -> ModuleType:
         return torch.accelerator.current_device_index() if found is None else found
 
     def get_rng_state(device: torch.device | str | int | None = None) -> Tensor:
-        return torch.ops.simdev.rng_state(index(device))
+        with _disable_current_modes():  # no operation, as of other devices
+            return torch.ops.simdev.rng_state(index(device))
 
     def set_rng_state(state: Tensor, device: torch.device | str | int | None = None) -> None:
-        torch.ops.simdev.set_rng_state(index(device), state)
+        with _disable_current_modes():
+            torch.ops.simdev.set_rng_state(index(device), state)
 
     def manual_seed(seed: int) -> None:
         torch.ops.simdev.manual_seed(index(None), seed)
