@@ -17,6 +17,7 @@ from curvlab.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from curvlab import exceptions, optim, providers, solvers
+    from curvlab.batches import keep_batches
     from curvlab.curvature import Curvature, Definiteness, LayerCurvature, StaleWarning
     from curvlab.gradient import Gradient
     from curvlab.problem import Problem
@@ -47,6 +48,7 @@ __all__ = [
     "errors",
     "estimate",
     "exceptions",
+    "keep_batches",
     "load_comparison",
     "optim",
     "plan",
@@ -72,6 +74,7 @@ _MODULES = {
     "compare": "curvlab.studies.compare.run",
     "errors": "curvlab.studies.small.errors",
     "estimate": "curvlab.providers",
+    "keep_batches": "curvlab.batches",
     "load_comparison": "curvlab.studies.compare.folder",
     "plan": "curvlab.studies.small.plan",
     "solve": "curvlab.solvers",

@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from curvlab.exceptions import NoRowsError, ProblemError, StaleError
 from curvlab.model.calling import Inputs, example_count, tensors_of
 from curvlab.staleness import Fingerprint
 
-__all__ = ["Batch", "EmptySource", "Single", "Source", "Stream", "source_of"]
+__all__ = ["Batch", "EmptySource", "Single", "Source", "Stream", "keep_batches", "source_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,7 +128,9 @@ class Stream:
             )
             raise StaleError(
                 f"the batches changed between two passes: {what}. Curvature needs the same data in every "
-                f"pass: turn off random augmentation, random sampling, and drop_last together with shuffling"
+                f"pass, and random augmentation, random sampling, or drop_last together with shuffling give "
+                f"others: turn them off, or keep the batches of one pass, "
+                f"Problem(model, criterion, curvlab.keep_batches(loader))"
             )
 
 
@@ -150,6 +153,25 @@ class EmptySource:
 _END = object()
 
 Source = Single | Stream | EmptySource
+
+
+def keep_batches(loader: Iterable[Any]) -> list[Any]:
+    """The batches of one pass over `loader`, as copies, so that every further pass shows the same.
+
+    For loaders whose passes differ, such as those with random augmentation: curvature, gradient and products
+    are then all of the same draw. The next call makes another pass, with draws of its own. All batches are
+    held in memory.
+
+    >>> from torch.utils.data import DataLoader, TensorDataset
+    >>> data = TensorDataset(torch.arange(4.0)[:, None], torch.tensor([0, 1, 0, 1]))
+    >>> def augmented(items):
+    ...     inputs, targets = torch.utils.data.default_collate(items)
+    ...     return inputs + torch.randn_like(inputs), targets
+    >>> batches = keep_batches(DataLoader(data, batch_size=2, collate_fn=augmented))
+    >>> [tuple(inputs.shape) for inputs, _ in batches]
+    [(2, 1), (2, 1)]
+    """
+    return [pytree.tree_map_only(Tensor, Tensor.clone, batch) for batch in loader]
 
 
 def source_of(inputs: Inputs | Iterable[Any], targets: Tensor | None) -> Source:

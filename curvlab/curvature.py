@@ -23,11 +23,19 @@ from torch import Tensor
 
 from curvlab.curvature_io import Packed, load_packed, save_packed
 from curvlab.curvature_layers import LayerCurvature, OperatorLayer, unpack_layer
-from curvlab.exceptions import ArgumentError, MatrixFreeError, StaleError, describe_argument
+from curvlab.exceptions import (
+    ArgumentError,
+    MatrixFreeError,
+    StaleError,
+    describe_argument,
+    named_briefly,
+    stacklevel_of_caller,
+)
 from curvlab.linalg import Block, DiagonalFactor, FactorBlock, KroneckerBlock, ShiftedBlock, ViewedBlock
 from curvlab.linalg.blocks import DENSE_BYTES, check_dense_bytes, dense_from
 from curvlab.linalg.factors import frobenius_norm
 from curvlab.linalg.flat import flatten, unflatten
+from curvlab.linalg.precision import FullPrecision
 from curvlab.staleness import Versions, change_message
 
 if TYPE_CHECKING:
@@ -55,11 +63,12 @@ class Definiteness:
 
 
 @dataclass(frozen=True, eq=False)
-class Curvature:
+class Curvature(FullPrecision):
     """A symmetric matrix over the parameters of a model, block by block.
 
     `layers` and `full_product` are of the data part; `shift` is λ of λI, which every product and measure of
-    the curvature includes. `structure` names the matrix: `kronecker`, or `diagonal`.
+    the curvature includes. `structure` names the matrix: `kronecker`, or `diagonal`. `left_out` are the
+    trainable parameters that have no block, by the user's choice of layers, with their shapes.
 
     >>> import curvlab
     >>> from torch import nn
@@ -81,6 +90,7 @@ class Curvature:
     live: bool = False
     shift: float = 0.0
     structure: str = "kronecker"
+    left_out: Mapping[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
 
     @property
     def blocks(self) -> dict[str, Block]:
@@ -135,7 +145,7 @@ class Curvature:
             again = "and its blocks read them: call estimate() again"
             raise StaleError(change_message(changed, since, again))
         old = "and its blocks are those of the old parameters"
-        warnings.warn(change_message(changed, since, old), StaleWarning, stacklevel=4)
+        warnings.warn(change_message(changed, since, old), StaleWarning, stacklevel=stacklevel_of_caller())
 
     def __matmul__(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if not isinstance(vectors, Mapping):
@@ -236,6 +246,7 @@ class Curvature:
             "notes": list(self.notes),
             "shift": self.shift,
             "structure": self.structure,
+            "left_out": {name: list(shape) for name, shape in self.left_out.items()},
             "layers": [layer.header() for layer in self.layers],
         }
         return Packed(header, tensors)
@@ -258,6 +269,7 @@ class Curvature:
             tuple(header["notes"]),
             shift=header.get("shift", 0.0),
             structure=header.get("structure", "kronecker"),
+            left_out={name: tuple(shape) for name, shape in header.get("left_out", {}).items()},
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -274,16 +286,21 @@ class Curvature:
         return self  # a value: nothing of it can be set
 
     def frame(self) -> pd.DataFrame:
-        """One row a block: shape, form, trace, Frobenius norm, extreme eigenvalues where cheap, bytes."""
+        """One row per block: shape, form, trace, Frobenius norm, extreme eigenvalues where cheap, bytes.
+
+        Trainable parameters that have no block follow, with the form `no block`.
+        """
         import pandas as pd
 
-        return pd.DataFrame([_row(name, block) for name, block in self.blocks.items()])
+        rows = [_row(name, block) for name, block in self.blocks.items()]
+        return pd.DataFrame([*rows, *(_row_without_block(*entry) for entry in self.left_out.items())])
 
     def __repr__(self) -> str:
         kind = "exact" if self.exact else "approximate"
+        rest = f", no block for {named_briefly(list(self.left_out))}" if self.left_out else ""
         return (
             f"Curvature({self.provider}, criterion={self.criterion}, {len(self._blocks)} blocks, "
-            f"{self.numel:,} parameters, {kind}, {self.definiteness}, {self.nbytes:,} bytes)"
+            f"{self.numel:,} parameters{rest}, {kind}, {self.definiteness}, {self.nbytes:,} bytes)"
         )
 
     def _repr_html_(self) -> str:
@@ -305,6 +322,12 @@ def _row(name: str, block: Block) -> dict[str, object]:
         "largest_eigenvalue": largest,
         "bytes": block.nbytes,
     }
+
+
+def _row_without_block(name: str, shape: tuple[int, ...]) -> dict[str, object]:
+    measured = ("trace", "frobenius_norm", "smallest_eigenvalue", "largest_eigenvalue")
+    unknown: dict[str, object] = dict.fromkeys(measured, nan)
+    return {"block": name, "shape": "×".join(map(str, shape)), "form": "no block", **unknown, "bytes": 0}
 
 
 def _extremes(block: Block) -> tuple[float, float]:

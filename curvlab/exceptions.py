@@ -7,6 +7,9 @@ derives from the built-in that fits, so ordinary `except ValueError` works too.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
+
 __all__ = [
     "ArgumentError",
     "CurvatureFileError",
@@ -28,6 +31,8 @@ __all__ = [
     "StoreError",
     "UserCodeError",
     "describe_argument",
+    "named_briefly",
+    "stacklevel_of_caller",
 ]
 
 
@@ -118,3 +123,21 @@ def describe_argument(value: object) -> str:
     if isinstance(shape, tuple):
         return f"{type(value).__name__} of shape {tuple(shape)}"
     return f"str ({value!r})" if isinstance(value, str) else type(value).__name__
+
+
+def named_briefly(names: Sequence[str], shown: int = 6) -> str:
+    """Names of parameters or layers in a sentence; of many the first few, and how many more.
+
+    >>> named_briefly(["0.weight", "0.bias"]), named_briefly(["a", "b", "c"], shown=1)
+    ('`0.weight`, `0.bias`', '`a` and 2 more')
+    """
+    first = ", ".join(f"`{name}`" for name in names[:shown])
+    return first if len(names) <= shown else f"{first} and {len(names) - shown} more"
+
+
+def stacklevel_of_caller() -> int:
+    """The `stacklevel` with which a warning points at the first line outside of curvlab."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("curvlab."):
+        frame, level = frame.f_back, level + 1
+    return level

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from curvlab.linalg import GramFactor
+from curvlab.linalg.precision import FullPrecision
 from curvlab.model.recording import GraphRecording, LayerRecord, Recording
 
 __all__ = [
@@ -40,7 +41,7 @@ class Shaped(Protocol):
 E = TypeVar("E", bound=Shaped)
 
 
-class LazyTensors(Mapping[str, Tensor], Generic[E]):
+class LazyTensors(FullPrecision, Mapping[str, Tensor], Generic[E]):
     """{parameter name: tensor}; an entry is formed each time it is read, so keep one you need twice."""
 
     def __init__(self, entries: Mapping[str, E]) -> None:
@@ -76,7 +77,7 @@ RowFactor = Literal["gradients", "inputs"]
 
 
 @dataclass(frozen=True, eq=False)
-class RowGradient:
+class RowGradient(FullPrecision):
     """G = Sᵀ diag(c) H for one weight, with S the output gradients' rows and H the inputs'."""
 
     gradients: GramFactor

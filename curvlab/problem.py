@@ -29,9 +29,11 @@ from curvlab.distributed.statistics import (
     Statistic,
     join_statistics,
 )
-from curvlab.exceptions import NoRowsError, ProblemError
+from curvlab.exceptions import NoRowsError, ProblemError, named_briefly, stacklevel_of_caller
 from curvlab.gradient import Gradient, GradientMean, add_decay, gradient_of
+from curvlab.linalg.precision import FullPrecision
 from curvlab.model.calling import Inputs, OutputChoice, tensors_of
+from curvlab.model.float_copy import in_float
 from curvlab.model.graph import Network
 from curvlab.model.layers import Chain, Layer, check_same_layers
 from curvlab.model.probe import record_and_probe
@@ -61,7 +63,7 @@ class Reading:
         return cls(recording.layout, None, recording.no_chain)
 
 
-class Problem:
+class Problem(FullPrecision):
     """A model, a criterion and a batch (or a re-iterable of batches).
 
     Args:
@@ -69,7 +71,8 @@ class Problem:
         criterion: a name (`"cross-entropy"`), a torch loss, a `Criterion`, or a function of
             (logits, target) of one example.
         inputs: a tensor (examples, …), a tuple of them, for model(*x), or a dictionary, for model(**x); or a
-            re-iterable of (inputs, targets) batches, or of dictionaries with `labels`.
+            re-iterable of (inputs, targets) batches, or of dictionaries with `labels`, that shows the same
+            examples in every pass (`curvlab.keep_batches` where augmentation changes them).
         targets: the targets of the batch; None for a re-iterable.
         layers: names of the modules or parameters to analyse; all that is trainable by default.
         l2: λ of λ/2 ‖θ‖², added to the loss; θ are the parameters that have blocks.
@@ -156,7 +159,7 @@ class Problem:
     @property
     def model(self) -> nn.Module:
         """The model, out of any compile or data-parallel wrapper."""
-        return self.network.model
+        return self.network.given
 
     @property
     def streamed(self) -> bool:
@@ -231,6 +234,19 @@ class Problem:
             return self._read(Batch(inputs, torch.zeros_like(logits)))
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """What is to be said of every result: parameters without a block, and those of low precision."""
+        found = []
+        left_out, copied = self.network.left_out, self.network.copied
+        if left_out:
+            found.append(f"no block for {named_briefly(left_out)}: left out by layers=[…]")
+        if copied is not None:
+            found.append(
+                f"the model is in {copied.dtype}: this is the curvature of the float32 function at its values"
+            )
+        return tuple(found)
+
+    @property
     def tensors(self) -> dict[str, Tensor]:
         """All that results depend on: parameters, buffers and, for a single batch, its tensors."""
         return self._tensors_with(self._source.batch if isinstance(self._source, Single) else None)
@@ -267,7 +283,8 @@ class Problem:
                     f"{name} of {what} are on {value.device} but the model is on {example.device}: move one "
                     f"with .to()"
                 )
-            if name == "inputs" and value.is_floating_point() and value.dtype != example.dtype:
+            given = value if self.network.copied is None else in_float(value)
+            if name == "inputs" and given.is_floating_point() and given.dtype != example.dtype:
                 raise ProblemError(
                     f"inputs of {what} are {value.dtype} but the model is {example.dtype}: convert one with "
                     f".to()"
@@ -366,6 +383,7 @@ class Problem:
         if isinstance(self._source, Single):
             yield self.recording().terms
             return
+        self.network.check_unchanged()
         for batch in self.batches():
             with suppress(AllWeightsZeroError), torch.no_grad():
                 logits = self.network.call(batch.inputs)
@@ -465,7 +483,7 @@ class Problem:
         else:
             structure = f"{type(self.model).__name__}, {self.network.numel:,} parameters"
         if self.network.left_out:
-            structure += f", {len(self.network.left_out)} trainable ones left out"
+            structure += f", no block for {named_briefly(self.network.left_out)}"
         decay = f", l2={self.l2:g}" if self.l2 else ""
         return f"Problem({structure}, criterion={self.criterion.name}{decay}, {self._source})"
 
@@ -480,5 +498,5 @@ def _warn_renamed(old: str, new: str) -> None:
     warnings.warn(
         f"Problem.{old} is now called Problem.{new}; the old name will be gone in the next release",
         DeprecationWarning,
-        stacklevel=3,
+        stacklevel=stacklevel_of_caller(),
     )

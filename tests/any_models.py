@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 import curvlab
 from tests.any_reference import (
@@ -302,12 +303,15 @@ class Masked(nn.Module):
 
 
 class Bilinear(nn.Module):
+    """A bilinear layer of two inputs; of sequences the mean over the positions."""
+
     def __init__(self) -> None:
         super().__init__()
         self.pair, self.head = nn.Bilinear(3, 2, 3), nn.Linear(3, CLASSES)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.pair(x, y)))
+        h = torch.tanh(self.pair(x, y))
+        return self.head(h if h.ndim == 2 else h.mean(1))
 
 
 class Cell(nn.Module):
@@ -322,6 +326,29 @@ class Cell(nn.Module):
         for t in range(x.shape[1]):
             state = self.cell(x[:, t], state)
         return self.head(state[0] if isinstance(state, tuple) else state)
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer over the tokens of an example, and a head on the mean of its outputs."""
+
+    def __init__(self, layer: nn.RNNBase) -> None:
+        super().__init__()
+        self.layer, self.head = layer, nn.Linear(layer.hidden_size, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x)[0].mean(1))
+
+
+class Adapted(nn.Module):
+    """A frozen Linear layer with a low-rank adapter."""
+
+    def __init__(self, n: int, o: int, rank: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(n, o).requires_grad_(False)
+        self.down, self.up = nn.Linear(n, rank, bias=False), nn.Linear(rank, o, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + 2 * self.up(self.down(x))
 
 
 class Conv1DBlock(nn.Module):
@@ -528,6 +555,38 @@ NETWORKS: dict[str, AnyCase] = {
         labelled_positions(4, 2, terms=(4,), ignored=-100),
         loss="classes first, weighted",
     ),
+    "bilinear on a sequence": AnyCase(
+        Bilinear, lambda: ((torch.randn(3, 2, 3), torch.randn(3, 2, 2)), torch.randint(CLASSES, (3,)))
+    ),
+    "rms norm on a sequence": AnyCase(
+        lambda: Pooled(nn.Sequential(nn.Linear(3, 2), nn.RMSNorm(2)), 2), real(3, 3)
+    ),
+    "instance norm with running statistics": AnyCase(
+        lambda: norm_net(_batch_norm(nn.InstanceNorm1d(3, affine=True, track_running_stats=True)), 9, 3),
+        real(2, 4),
+    ),
+    "batch norm of images in eval mode": AnyCase(
+        lambda: image_net(nn.Sequential(nn.Conv2d(1, 2, 2), _batch_norm(nn.BatchNorm2d(2))), 2).eval(),
+        real(1, 3, 3),
+    ),
+    "weight norm": AnyCase(
+        lambda: nn.Sequential(weight_norm(nn.Linear(3, 3)), nn.Tanh(), nn.Linear(3, CLASSES)), real(3)
+    ),
+    "weight norm of a convolution": AnyCase(
+        lambda: image_net(weight_norm(nn.Conv1d(2, 2, 2)), 2), real(2, 4)
+    ),
+    "spectral norm": AnyCase(
+        lambda: nn.Sequential(spectral_norm(nn.Linear(3, 3)), nn.Tanh(), nn.Linear(3, CLASSES)).eval(),
+        real(3),
+    ),
+    "low-rank adapter of a frozen layer": AnyCase(
+        lambda: nn.Sequential(Adapted(3, 4, 2), nn.Tanh(), nn.Linear(4, CLASSES)), real(3)
+    ),
+    "low-rank adapter on a sequence": AnyCase(lambda: Pooled(Adapted(3, 3, 2), 3), real(3, 3)),
+    "PReLU": AnyCase(lambda: nn.Sequential(nn.Linear(3, 3), nn.PReLU(3), nn.Linear(3, CLASSES)), real(3)),
+    "RNN of two layers": AnyCase(lambda: Recurrent(nn.RNN(2, 2, 2, batch_first=True)), real(3, 2)),
+    "GRU": AnyCase(lambda: Recurrent(nn.GRU(2, 2, batch_first=True)), real(2, 2)),
+    "LSTM": AnyCase(lambda: Recurrent(nn.LSTM(2, 2, batch_first=True)), real(2, 2)),
     "RNN cell": AnyCase(lambda: Cell(nn.RNNCell(2, 2)), real(3, 2)),
     "GRU cell": AnyCase(lambda: Cell(nn.GRUCell(2, 2)), real(2, 2)),
     "LSTM cell": AnyCase(lambda: Cell(nn.LSTMCell(2, 2)), real(2, 2)),

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations
 from torch.overrides import TorchFunctionMode
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -388,15 +389,64 @@ class ExplicitCell(Explicit):
         state, cell = (zero if state is None else state), (zero if cell is None else cell)
         x = self.product(self.weight_ih, self.bias_ih, input)
         h = self.product(self.weight_hh, self.bias_hh, state)
-        if self.kind == "RNNCell":
-            return (x + h).relu() if self.relu else (x + h).tanh()
-        if self.kind == "GRUCell":
-            (xr, xz, xn), (hr, hz, hn) = x.chunk(3, -1), h.chunk(3, -1)
-            update = (xz + hz).sigmoid()
-            return (1 - update) * (xn + (xr + hr).sigmoid() * hn).tanh() + update * state
-        i, f, g, o = (x + h).chunk(4, -1)
-        cell = f.sigmoid() * cell + i.sigmoid() * g.tanh()
-        return o.sigmoid() * cell.tanh(), cell
+        state, cell = gated(self.kind.removesuffix("Cell"), x, h, state, cell, self.relu)
+        return (state, cell) if self.kind == "LSTMCell" else state
+
+
+def gated(kind: str, x: Tensor, h: Tensor, state: Tensor, cell: Tensor, relu: bool) -> tuple[Tensor, Tensor]:
+    """The next state (and cell) of a recurrent layer, from its two products."""
+    if kind == "RNN":
+        return ((x + h).relu() if relu else (x + h).tanh()), cell
+    if kind == "GRU":
+        (xr, xz, xn), (hr, hz, hn) = x.chunk(3, -1), h.chunk(3, -1)
+        update = (xz + hz).sigmoid()
+        return (1 - update) * (xn + (xr + hr).sigmoid() * hn).tanh() + update * state, cell
+    i, f, g, o = (x + h).chunk(4, -1)
+    cell = f.sigmoid() * cell + i.sigmoid() * g.tanh()
+    return o.sigmoid() * cell.tanh(), cell
+
+
+class ExplicitRecurrent(Explicit):
+    """nn.RNN, nn.GRU and nn.LSTM, batch first and in one direction, step by step."""
+
+    def __init__(self, twin: nn.RNNBase) -> None:
+        super().__init__()
+        for name, parameter in twin.named_parameters(recurse=False):
+            self.register_parameter(name, parameter)
+        assert twin.batch_first
+        self.kind, self.num_layers, self.hidden_size = (
+            twin.mode.split("_")[0],
+            twin.num_layers,
+            twin.hidden_size,
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        for layer in range(self.num_layers):
+            state = cell = x.new_zeros(len(x), self.hidden_size)
+            outputs = []
+            for t in range(x.shape[1]):
+                given, before = (
+                    self.product(
+                        getattr(self, f"weight_{w}_l{layer}"), getattr(self, f"bias_{w}_l{layer}"), v
+                    )
+                    for w, v in (("ih", x[:, t]), ("hh", state))
+                )
+                state, cell = gated(self.kind, given, before, state, cell, relu=False)
+                outputs.append(state)
+            x = torch.stack(outputs, 1)
+        return x, None
+
+
+class ExplicitWeightNorm(nn.Module):
+    """The parametrisation g v / ‖v‖ in plain operations: torch's own has a wrong second derivative."""
+
+    def __init__(self, twin: Any) -> None:
+        super().__init__()
+        self.dim = twin.dim
+
+    def forward(self, g: Tensor, v: Tensor) -> Tensor:
+        others = [d for d in range(v.ndim) if d != self.dim]
+        return v * (g / (v * v).sum(others, keepdim=True).sqrt())
 
 
 TWINS: dict[type[nn.Module], type[Any]] = {
@@ -405,6 +455,10 @@ TWINS: dict[type[nn.Module], type[Any]] = {
     nn.RNNCell: ExplicitCell,
     nn.GRUCell: ExplicitCell,
     nn.LSTMCell: ExplicitCell,
+    nn.RNN: ExplicitRecurrent,
+    nn.GRU: ExplicitRecurrent,
+    nn.LSTM: ExplicitRecurrent,
+    parametrizations._WeightNorm: ExplicitWeightNorm,
 }
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import curvlab
+from curvlab.exceptions import ProblemError
 from tests.any_models import (
     CASES,
     CLASSES,
@@ -375,3 +376,126 @@ def test_another_seed_draws_otherwise(provider: str) -> None:
     blocks = [dense(curvlab.estimate(provider.format(seed), problem)) for seed in (0, 1, 0)]
     assert distance(blocks[0], blocks[1]) > 1e-6
     assert distance(blocks[0], blocks[2]) == 0.0
+
+
+# the layouts of logits
+
+
+class Turned(nn.Module):
+    """A network of tokens whose logits have the classes in dimension 1, as torch's own loss wants them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = CASES["four tokens"].model()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).movedim(-1, 1)
+
+
+def tokens(t: int, labels: Tensor | None = None) -> tuple[nn.Module, Tensor, Tensor]:
+    """The turned network in float64, tokens (4, t, 2) and labels (4, t)."""
+    torch.manual_seed(0)
+    drawn = torch.randint(CLASSES, (4, t)) if labels is None else labels
+    return Turned().double(), torch.randn(4, t, 2).double(), drawn
+
+
+ROW_PROVIDERS = ("fisher", "fisher[kind=exact]", "gauss-newton[kind=rows,sharing=reduce]", "hessian")
+TOKEN_LOSSES = {
+    "plain": {},
+    "weighted": {"weight": torch.tensor([0.5, 2.0, 1.25]).double()},
+    "ignored": {"ignore_index": 1},
+    "both": {"weight": torch.tensor([0.5, 2.0, 1.25]).double(), "ignore_index": 2},
+    "smoothed": {"label_smoothing": 0.2},
+}
+
+
+def assert_torch_s(problem: curvlab.Problem, loss: Tensor, model: nn.Module) -> None:
+    """The loss and the gradient are those of torch's own mean."""
+    torch.testing.assert_close(problem.loss().detach(), loss.detach(), rtol=1e-12, atol=1e-14)
+    named = dict(model.named_parameters())
+    for name, value in zip(named, torch.autograd.grad(loss, list(named.values())), strict=True):
+        torch.testing.assert_close(problem.gradient()[name], value, rtol=1e-10, atol=1e-13, msg=name)
+
+
+@pytest.mark.parametrize("t", [1, 4])
+@pytest.mark.parametrize("name", TOKEN_LOSSES)
+def test_torch_s_own_layout_is_that_of_classes_last(name: str, t: int) -> None:
+    model, inputs, targets = tokens(t)
+    targets[1] = 1  # an example that `ignored` leaves out as a whole
+    targets[2, 1:] = 2  # and examples of unequal lengths
+    targets[0, 0] = 0
+    criterion = nn.CrossEntropyLoss(**TOKEN_LOSSES[name])
+    turned = curvlab.Problem(model, criterion, inputs, targets)
+    assert_torch_s(turned, criterion(model(inputs), targets), model)
+    last = curvlab.Problem(model.inner, criterion, inputs, targets)
+    providers = [p for p in ROW_PROVIDERS if name != "smoothed" or "exact" not in p]
+    for one, other in zip(
+        curvlab.estimate(providers, turned), curvlab.estimate(providers, last), strict=True
+    ):
+        blocks = {f"inner.{n}": block for n, block in dense(other).items()}
+        assert_blocks(one, blocks, None, 1e-11)
+
+
+def test_as_many_tokens_as_classes_are_refused_for_a_torch_loss_alone() -> None:
+    model, inputs, targets = tokens(CLASSES)
+    with pytest.raises(
+        ProblemError, match=r'criterion="cross-entropy".*output=lambda z: z\.transpose\(1, 2\)'
+    ):
+        curvlab.Problem(model, nn.CrossEntropyLoss(), inputs, targets)
+    named = curvlab.Problem(
+        model, "cross-entropy", inputs, targets, output=lambda logits: logits.transpose(1, 2)
+    )
+    assert_torch_s(named, nn.functional.cross_entropy(model(inputs), targets), model)
+    last = curvlab.Problem(model.inner, "cross-entropy", inputs, targets)
+    for one, other in zip(
+        curvlab.estimate(ROW_PROVIDERS, named), curvlab.estimate(ROW_PROVIDERS, last), strict=True
+    ):
+        assert_blocks(one, {f"inner.{n}": block for n, block in dense(other).items()}, None, 1e-11)
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (CLASSES, 2), (2, CLASSES)], ids=str)
+def test_pixels_are_terms_whichever_way_classes_stand(shape: tuple[int, int]) -> None:
+    """(B, V, H, W) with targets (B, H, W): one of the sizes may be V where the other tells."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 2, 1), nn.Tanh(), nn.Conv2d(2, CLASSES, 1)).double()
+    inputs, targets = torch.randn(3, 2, *shape).double(), torch.randint(CLASSES, (3, *shape))
+    criterion = nn.CrossEntropyLoss(ignore_index=0)
+    problem = curvlab.Problem(model, criterion, inputs, targets)
+    assert_torch_s(problem, criterion(model(inputs), targets), model)
+
+
+@pytest.mark.parametrize("outputs", [2, 5])
+@pytest.mark.parametrize("terms", [None, 1, 4])
+def test_squared_errors_of_outputs_are_averaged_and_of_terms_too(terms: int | None, outputs: int) -> None:
+    """∂²/∂b² of the mean over K outputs is 2/K I, for one term and for the mean of T of them.
+
+    With the loss's own residuals r_ij the empirical Fisher is E[(2/KT Σ_j r_ij)(…)ᵀ], smaller by about T.
+    """
+    torch.manual_seed(0)
+    model = nn.Linear(3, outputs).double()
+    shape = (6,) if terms is None else (6, terms)
+    inputs, targets = torch.randn(*shape, 3).double(), torch.randn(*shape, outputs).double()
+    problem = curvlab.Problem(model, "mse", inputs, targets)
+    assert_torch_s(problem, nn.functional.mse_loss(model(inputs), targets), model)
+    expected = 2 / outputs * torch.eye(outputs).double()
+    for provider in ("gauss-newton[kind=rows]", "gauss-newton[kind=exact]", "hessian", "fisher[kind=exact]"):
+        found = curvlab.estimate(provider, problem).blocks["bias"].to_dense()
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14, msg=provider)
+    residuals = (model(inputs) - targets).detach().reshape(6, -1, outputs).mean(1) * 2 / outputs
+    empirical = curvlab.estimate("fisher", problem).blocks["bias"].to_dense()
+    torch.testing.assert_close(empirical, residuals.T @ residuals / 6, rtol=1e-11, atol=1e-14)
+
+
+def test_binary_outputs_without_a_last_dimension_of_their_own_are_one_term() -> None:
+    """BCE on (B, T) has one term of T outputs: E[p(1-p)]/T on the diagonal of the Gauss-Newton bias block."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 4).double()
+    inputs, targets = torch.randn(6, 3).double(), torch.randint(2, (6, 4)).double()
+    problem = curvlab.Problem(model, nn.BCEWithLogitsLoss(), inputs, targets)
+    assert_torch_s(problem, nn.functional.binary_cross_entropy_with_logits(model(inputs), targets), model)
+    p = model(inputs).detach().sigmoid()
+    expected = torch.diag((p * (1 - p)).mean(0) / 4)
+    newton = curvlab.estimate("gauss-newton[kind=rows]", problem).blocks["bias"].to_dense()
+    torch.testing.assert_close(newton, expected, rtol=1e-12, atol=1e-15)
+    fisher = curvlab.estimate("fisher[kind=exact]", problem).blocks["bias"].to_dense()
+    torch.testing.assert_close(fisher, expected / 4, rtol=1e-12, atol=1e-15)

@@ -263,3 +263,60 @@ def test_data_of_which_no_example_counts_are_refused() -> None:
     ):
         with pytest.raises(ProblemError, match="weight 0"):
             data.gradient()
+
+
+class Augmented:
+    """A loader whose inputs get other noise in every pass; `reuse`: in one buffer, filled again and again.
+
+    The noise is not drawn from torch's own random state, with which curvlab begins every pass alike.
+    """
+
+    def __init__(self, inputs: Tensor, targets: Tensor, reuse: bool = False) -> None:
+        self.inputs, self.targets, self.reuse = inputs, targets, reuse
+        self.buffer = torch.empty_like(inputs[:4])
+        self.generator = torch.Generator().manual_seed(3)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for start in range(0, len(self.inputs), 4):
+            part = self.inputs[start : start + 4]
+            self.buffer.copy_(part + 0.1 * torch.randn(part.shape, generator=self.generator))
+            yield self.buffer if self.reuse else self.buffer.clone(), self.targets[start : start + 4]
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        lambda problem: problem.gradient(),
+        lambda problem: curvlab.estimate("fisher", problem),
+        lambda problem: problem.loss(),
+    ],
+    ids=["gradient", "estimate", "loss"],
+)
+def test_a_second_pass_with_other_augmentation_names_it_and_the_remedy(second: Any) -> None:
+    problem, _ = Case(examples=8).build()
+    stream = problem.with_data(Augmented(*tensors(problem)))
+    stream.gradient()
+    with pytest.raises(StaleError, match=r"augmentation.*curvlab\.keep_batches\(loader\)"):
+        second(stream)
+
+
+@pytest.mark.parametrize("provider", ["fisher", "hessian", "pch-1"])
+def test_kept_batches_are_those_of_one_pass_with_copies_of_their_own(provider: str) -> None:
+    problem, _ = Case(examples=8).build()
+    inputs, targets = tensors(problem)
+    batches = curvlab.keep_batches(Augmented(inputs, targets, reuse=True))
+    generator = torch.Generator().manual_seed(3)
+    noisy = [part + 0.1 * torch.randn(part.shape, generator=generator) for part in inputs.split(4)]
+    whole, stream = problem.with_data(torch.cat(noisy), targets), problem.with_data(batches)
+    for name, value in stream.gradient().items():
+        torch.testing.assert_close(value, whole.gradient()[name], rtol=1e-12, atol=1e-14)
+    assert_same(curvlab.estimate(provider, whole), curvlab.estimate(provider, stream))
+
+
+def test_each_call_of_keep_batches_draws_anew_and_keeps_dictionaries() -> None:
+    loader = [{"ids": torch.zeros(2, 3), "labels": torch.zeros(2)}]
+    first = curvlab.keep_batches(loader)
+    loader[0]["ids"].add_(1)
+    assert float(first[0]["ids"].sum()) == 0
+    noisy = Augmented(torch.zeros(4, 2), torch.zeros(4))
+    assert not torch.equal(curvlab.keep_batches(noisy)[0][0], curvlab.keep_batches(noisy)[0][0])

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from curvlab.linalg.eigen import eigvalsh
 from curvlab.linalg.factors import Factor, InputFactors, frobenius_norm, inner_product
+from curvlab.linalg.precision import FullPrecision
 from curvlab.linalg.views import MatrixView
 
 __all__ = [
@@ -63,7 +64,7 @@ def dense_from(product: Callable[[Tensor], Tensor], n: int, like: Tensor) -> Ten
 
 
 @dataclass(frozen=True, eq=False)
-class Block(ABC):
+class Block(FullPrecision, ABC):
     """A symmetric linear map on tensors of one parameter's shape."""
 
     kind: ClassVar[str]

@@ -40,6 +40,7 @@ import torch
 from torch import Tensor
 
 from curvlab.linalg.eigen import eigh, eigvalsh
+from curvlab.linalg.precision import FullPrecision
 
 __all__ = [
     "DenseFactor",
@@ -192,7 +193,7 @@ RECENT = 6  # of one factor: the three factorisations of a factored inverse, for
 
 
 @dataclass(frozen=True, eq=False)
-class Factor(ABC):
+class Factor(FullPrecision, ABC):
     """A symmetric n × n matrix in one of four forms; its tensors are the positional fields."""
 
     kind: ClassVar[str]
@@ -550,7 +551,7 @@ InputKind = Literal["full", "mean"]
 
 
 @dataclass(frozen=True, eq=False)
-class InputFactors:
+class InputFactors(FullPrecision):
     """E[hhᵀ] as a factor and E[h] as a vector; a Gram factor brings its own mean.
 
     `source` is the factor, or what forms it when it is first asked for: who reads E[h] alone never does.

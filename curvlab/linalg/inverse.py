@@ -18,6 +18,7 @@ from torch import Tensor
 
 from curvlab.linalg.eigen import eigvalsh
 from curvlab.linalg.factors import DiagonalFactor, Factor, GramFactor, RankOneFactor
+from curvlab.linalg.precision import FullPrecision
 
 __all__ = [
     "DenseInverse",
@@ -100,7 +101,7 @@ def cholesky_multiply(lower: Tensor, x: Tensor) -> Tensor:
     return torch.cholesky_inverse(lower) @ x
 
 
-class ShiftedInverse(ABC):
+class ShiftedInverse(FullPrecision, ABC):
     """x ↦ (F + τI)⁻¹ x for one factor F and one τ."""
 
     @abstractmethod

@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 from curvlab.linalg.factors import COLUMN_CHUNK, GramFactor, frobenius_norm, max_abs
+from curvlab.linalg.precision import FullPrecision
 from curvlab.linalg.views import MatrixView
 
-__all__ = ["Combination", "Matrix", "RowProduct", "Step", "TensorStep", "ViewStep", "as_step"]
+__all__ = ["Combination", "Matrix", "RowProduct", "Step", "TensorStep", "ViewStep", "add_step", "as_step"]
 
 
-class Step(ABC):
+class Step(FullPrecision, ABC):
     """A tensor to be added to a parameter, formed only on demand."""
 
     @property
@@ -67,6 +68,24 @@ def as_step(value: Matrix) -> Step:
     3.0
     """
     return TensorStep(value) if isinstance(value, Tensor) else value
+
+
+@torch.no_grad()
+def add_step(step: Step, target: Tensor, scale: float) -> None:
+    """target ← target + scale · X, in place and in the target's own dtype.
+
+    A target of lower precision than the step has no product of its own dtype: X is formed, and the sum is
+    rounded once.
+
+    >>> parameter = torch.ones(2, dtype=torch.bfloat16)
+    >>> add_step(TensorStep(torch.ones(2)), parameter, 0.5)
+    >>> parameter
+    tensor([1.5000, 1.5000], dtype=torch.bfloat16)
+    """
+    if target.dtype in (torch.bfloat16, torch.float16):
+        target.add_(step.form(), alpha=scale)
+    else:
+        step.add_into(target, scale)
 
 
 @dataclass(frozen=True, eq=False)

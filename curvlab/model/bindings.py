@@ -1,12 +1,14 @@
 """Which arguments of which torch function are parameters, and what use of each a call is.
 
 `BINDINGS` maps a function to one that takes the same arguments and names those that may be parameters, with
-what makes the use of each. A parameter that is used in any other way is not found here. A third party adds
-functions through the entry-point group `curvlab.bindings`: each entry point is a dictionary like `BINDINGS`.
+what makes the use of each. A parameter that is used in any other way is not found here: its block is then a
+plain one. Another package adds functions of its own, such as an operator of `torch.library`, through the
+entry-point group `curvlab.bindings`: each entry point is a dictionary like `BINDINGS`.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
@@ -17,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from curvlab.exceptions import ProblemError
+from curvlab.exceptions import ProblemError, stacklevel_of_caller
 from curvlab.model.uses import (
     AddedUse,
     BilinearUse,
@@ -55,7 +57,17 @@ def bindings() -> Mapping[Callable[..., Any], Callable[..., Arguments]]:
     """The functions that have parameters: torch's, and those that other packages bring."""
     known = dict(BINDINGS)
     for point in entry_points(group="curvlab.bindings"):
-        known |= point.load()
+        try:
+            known |= {function: bind for function, bind in point.load().items() if callable(bind)}
+        # Whatever someone else's module raises on import must not break the rest.
+        except Exception as error:
+            origin = f"{point.dist.name} {point.dist.version}" if point.dist else "an unknown distribution"
+            warnings.warn(
+                f"layer kinds `{point.name}` of {origin} are left out: `{point.value}` does not load "
+                f"({type(error).__name__}: {error}).",
+                RuntimeWarning,
+                stacklevel=stacklevel_of_caller(),
+            )
     return known
 
 

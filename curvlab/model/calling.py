@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from curvlab.exceptions import ProblemError, describe_argument
 from curvlab.measure import device
+from curvlab.model.float_copy import in_float
 
 __all__ = [
     "Inputs",
@@ -159,9 +160,9 @@ def _field(returned: Any, name: str | int) -> Any:
 
 
 def _usable(tensor: Tensor) -> Tensor:
-    """Autograd cannot save what was made in inference mode; a copy it can."""
+    """In float32 at least; and autograd cannot save what was made in inference mode, but a copy of it."""
     with torch.inference_mode(False):
-        return tensor.clone() if tensor.is_inference() else tensor
+        return in_float(tensor.clone() if tensor.is_inference() else tensor)
 
 
 @contextmanager

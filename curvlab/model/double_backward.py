@@ -49,6 +49,7 @@ __all__ = [
     "graph_entries",
     "no_second_derivative",
     "refuse_broken_graphs",
+    "refuse_reentrant_checkpoint",
 ]
 
 
@@ -243,7 +244,7 @@ class TwiceDifferentiable(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if not torch.is_grad_enabled():
-            _refuse_reentrant_checkpoint(args, kwargs)
+            refuse_reentrant_checkpoint(args, kwargs)
         written_out = TWICE_DIFFERENTIABLE.get(func)
         if written_out is None:
             return func(*args, **kwargs)
@@ -254,7 +255,7 @@ class TwiceDifferentiable(TorchFunctionMode):
             return func(*args, **kwargs)
 
 
-def _refuse_reentrant_checkpoint(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def refuse_reentrant_checkpoint(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse a call without gradients that is given a trainable tensor inside a reentrant checkpoint.
 
     Such a part would be left out of the gradient without a word where its input needs none.

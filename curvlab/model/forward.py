@@ -11,7 +11,7 @@ hide uses of weights (see `curvlab.model.decompositions`). What is read is what 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,23 +25,29 @@ from curvlab.exceptions import ProblemError
 from curvlab.measure import device
 from curvlab.model.calling import Inputs, example_count, tensors_of
 from curvlab.model.chain import ChainReader, ReadChain
+from curvlab.model.float_copy import in_float
 from curvlab.model.graph import Network
 from curvlab.model.layers import Chain, Layer, WatchedUses, layers_of
-from curvlab.model.watch import Watch
+from curvlab.model.watch import Watch, leaves_behind
 
 __all__ = ["Forward", "check_finite", "run_forward"]
 
 
 @dataclass(frozen=True, eq=False)
 class Forward:
-    """A watched forward pass."""
+    """A watched forward pass.
+
+    `way` is equal for two batches that went the same way through the model; `rows_may_meet` where values
+    decide what becomes of the rows.
+    """
 
     network: Network
     examples: int
     logits: Tensor
     token: Tensor
     watched: WatchedUses
-    calls: tuple[str, ...]
+    way: Hashable
+    rows_may_meet: bool
     read: ReadChain | None
     no_chain: str
 
@@ -81,9 +87,12 @@ def run_forward(network: Network, inputs: Inputs, *, sequences_first: bool = Fal
             f"the model returned logits of shape {tuple(logits.shape)} for {examples} examples; expected the "
             f"examples in the first dimension"
         )
+    if network.copied is not None:
+        network.copied.check_own(leaves_behind(logits))
     watched = WatchedUses.of(watch.uses, watch.unknown, network.parameters)
     read, reason = _result(network, reader, logits)
-    return Forward(network, examples, logits, watch.token, watched, tuple(watch.calls), read, reason)
+    way = (tuple(watch.trace.steps), tuple(seen.reading for seen in watch.uses))
+    return Forward(network, examples, logits, watch.token, watched, way, watch.rows_may_meet, read, reason)
 
 
 def _identities(network: Network) -> set[int]:
@@ -91,11 +100,11 @@ def _identities(network: Network) -> set[int]:
 
 
 def _usable(inputs: Inputs) -> Inputs:
-    """The inputs without a graph; autograd cannot save what was made in inference mode, but a copy of it."""
+    """The inputs without a graph, as the model is called with them."""
 
     def usable(tensor: Tensor) -> Tensor:
         with torch.inference_mode(False):
-            return tensor.clone() if tensor.is_inference() else tensor.detach()
+            return in_float(tensor.clone() if tensor.is_inference() else tensor.detach())
 
     whole: Any = dict(inputs) if isinstance(inputs, Mapping) else inputs
     found: Inputs = pytree.tree_map_only(Tensor, usable, whole)

@@ -8,7 +8,8 @@
 | `plain` | every other parameter | E[g_θ g_θᵀ], dense, by its rows or diagonal |
 
 How a parameter is used is seen in a batch (`curvlab.model.watch`), never guessed from its module's class; a
-new kind of use is one class in `curvlab.model.uses` and its entry in `curvlab.model.bindings`.
+new kind of use is one class like those in `curvlab.model.uses` and an entry like those in
+`curvlab.model.bindings`, in curvlab or in another package.
 """
 
 from __future__ import annotations
@@ -24,10 +25,8 @@ from curvlab.exceptions import ProblemError
 from curvlab.linalg.views import Layout, MatrixView
 from curvlab.model.uses import (
     AddedUse,
-    EmbeddingUse,
     LinearUse,
     ShiftUse,
-    TransposedConvolutionUse,
     Use,
     WeightUse,
 )
@@ -252,14 +251,7 @@ def _tile(slices: Sequence[tuple[int, int] | None], length: int) -> bool:
 
 def view_of_use(use: Use | None) -> tuple[Layout, int, bool] | None:
     """How a use sees its weight as matrices, how many, and whether it looks rows up; None if it does not."""
-    if not isinstance(use, WeightUse):
-        return None
-    if isinstance(use, EmbeddingUse):
-        return "transposed", 1, True
-    if isinstance(use, TransposedConvolutionUse):
-        return "transposed-convolution", use.parts, False
-    flipped = isinstance(use, LinearUse) and use.transposed
-    return ("transposed" if flipped else "rows"), use.parts, False
+    return (use.layout, use.parts, use.lookup) if isinstance(use, WeightUse) else None
 
 
 def _kind(roles: Sequence[MatrixRole], seen: Sequence[SeenUse]) -> LayerKind:

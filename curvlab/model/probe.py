@@ -8,8 +8,11 @@ structure (modules, modes, hooks, parameters, and the functions that the forward
     gradient    of up to `EXAMPLES` examples, assembled from the recording, with autograd's
     examples    Σ_k a_k ∇ξ_{i_k} of a few examples, assembled from rows of the batch, with theirs when alone
 
-A difference beyond rounding is an error that names the first parameter where it shows. A batch of a structure
-that was probed is read off the forward as it runs, so that its logits are the model's own.
+A difference beyond rounding is an error that names the first parameter where it shows. A later batch that
+goes the same way through the same structure is read off the forward as it runs: its logits and its loss are
+the model's own. Of it one example, another one each time, is run alone, unless the forward is a chain, each
+of whose calls works on every row by itself. All is compared again, in every batch, where calls move or join
+rows by what the data are, and where hooks see the gradients.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from curvlab.measure import device
 from curvlab.model.calling import Inputs, slice_examples, take_examples
 from curvlab.model.forward import Forward
 from curvlab.model.graph import Network
-from curvlab.model.recording import Recording, record
+from curvlab.model.recording import GraphRecording, Recording, record
 from curvlab.model.terms import AllWeightsZeroError
 
 __all__ = ["record_and_probe"]
@@ -47,9 +50,11 @@ def record_and_probe(
     recording, forward = record(network, criterion, inputs, targets, torch_layout=torch_layout)
     if not device.readable(forward.logits):
         return recording
-    key: Hashable = (network.structure_key(), forward.calls, type(recording))
-    if key not in network.probed:
+    key: Hashable = (network.structure_key(), forward.way, type(recording))
+    if key not in network.probed or forward.rows_may_meet or network.has_backward_hooks():
         network.probed[key] = _probe(network, criterion, inputs, targets, torch_layout, recording, forward)
+    elif isinstance(recording, GraphRecording) and recording.examples > 1:
+        _Probe(network, criterion, inputs, targets, torch_layout).compare_one_alone(recording)
     if network.probed[key]:
         recording, _ = record(
             network, criterion, inputs, targets, torch_layout=torch_layout, sequences_first=True
@@ -196,6 +201,16 @@ class _Probe:
             weights[index] = coefficient
         self._compare(
             recording.weighted_gradients(weights), own, "of single examples differs from theirs alone"
+        )
+
+    def compare_one_alone(self, recording: Recording) -> None:
+        """The logits of one example by itself against those in the batch."""
+        terms = recording.terms
+        index = 1 + next(self.network.later_batches) % (recording.examples - 1)
+        logits, row = self._alone(recording, index)
+        values = terms.as_logits(terms.logits, torch.ones_like(terms.within))[index]
+        self._compare_logits(
+            values, logits[row].detach(), f"example {index} in the batch and without the others", _DEPEND
         )
 
     def _alone(self, recording: Recording, index: int) -> tuple[Tensor, int]:

@@ -23,6 +23,7 @@ from torch import Tensor
 from curvlab.criteria import Criterion
 from curvlab.exceptions import ProblemError
 from curvlab.linalg import GramFactor
+from curvlab.linalg.precision import FullPrecision
 from curvlab.measure import device
 from curvlab.model.calling import Inputs, tensors_of
 from curvlab.model.forward import Forward, check_finite, run_forward
@@ -53,7 +54,7 @@ class LayerRecord:
 
 
 @dataclass(frozen=True, eq=False)
-class Recording(ABC):
+class Recording(FullPrecision, ABC):
     """A batch as the model and the criterion saw it."""
 
     network: Network

@@ -22,6 +22,7 @@ from torch import Tensor
 from curvlab.criteria import Criterion
 from curvlab.exceptions import NoRowsError, ProblemError
 from curvlab.measure import device
+from curvlab.model.float_copy import in_float
 
 __all__ = ["AllWeightsZeroError", "LossTerms"]
 
@@ -60,6 +61,7 @@ class LossTerms:
 
         `torch_layout`: the criterion is a torch loss, whose classes are dimension 1 where both readings fit.
         """
+        targets = in_float(targets)
         classes_first = _classes_first(criterion, logits, targets, torch_layout)
         values = logits.detach()
         if classes_first:

@@ -24,13 +24,15 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from curvlab.model.bindings import bindings
+from curvlab.model.call_trace import CallTrace, rows_may_meet
 from curvlab.model.chain import ChainReader
 from curvlab.model.decompositions import DECOMPOSITIONS, NotDecomposedError
+from curvlab.model.double_backward import refuse_reentrant_checkpoint
 from curvlab.model.uses import Use
 
 __all__ = ["Listener", "ParameterView", "SeenUse", "Watch", "leaves_behind"]
 
-# Questions about a tensor that compute nothing: the calls that tell two forwards apart are the others.
+# Questions about a tensor that compute nothing: the way that a forward takes is made of the other calls.
 QUESTIONS = frozenset(
     {"__get__", "__set__", "size", "dim", "numel", "stride", "is_floating_point", "__len__"}
 )
@@ -89,7 +91,9 @@ class SeenUse:
 
     `view` is the parameter as it was given and None for a constant made of parameters, which is `made`.
     `use` says how it was used, and is None where the rows cannot be those of the batch's examples, in order;
-    `listener` hears the gradient at the call's output. `version` is that of the use's inputs.
+    `listener` hears the gradient at the call's output. `version` is that of the use's inputs. `reading` is
+    what was taken for the examples: which dimension, whether another would fit too, and whether they are
+    folded with positions.
     """
 
     view: ParameterView | None
@@ -98,6 +102,7 @@ class SeenUse:
     listener: Listener
     version: int
     batch_dim: int = 0
+    reading: tuple[int, bool, bool] = (0, False, False)
 
     def examples_first(self, gradient: Tensor) -> Tensor:
         """The gradient at the call's output with the examples in its first dimension, as `use` has them."""
@@ -138,7 +143,8 @@ class Watch(TorchFunctionMode):
         self.token = torch.zeros((), dtype=example.dtype, device=example.device, requires_grad=True)
         self.uses: list[SeenUse] = []
         self.unknown: list[tuple[Tensor, str]] = []
-        self.calls: list[str] = []
+        self.trace = CallTrace(parameters)
+        self.rows_may_meet = False
 
     def __torch_function__(
         self,
@@ -153,10 +159,18 @@ class Watch(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in QUESTIONS:
             found = func(*args, **kwargs)
-            if func in GETTERS and self._is_constant(args[0]):
-                self._note_constant(found)
+            if func in GETTERS:
+                self.trace.note("view", args, kwargs, found)
+                if self._is_constant(args[0]):
+                    self._note_constant(found)
             return found
-        self.calls.append(name)
+        output = self._called(func, name, args, kwargs)
+        self.trace.note(name, args, kwargs, output)
+        return output
+
+    def _called(
+        self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if func in HIDING:
             try:
                 with self:
@@ -197,6 +211,7 @@ class Watch(TorchFunctionMode):
         kwargs: dict[str, Any],
         given: list[Tensor],
     ) -> Any:
+        self.rows_may_meet |= rows_may_meet(func, args, kwargs, self._examples, self._depends)
         overwritten = None if self._reader is None else self._reader.before(func, args, kwargs)
         output = func(*args, **kwargs)
         if torch.is_grad_enabled():
@@ -211,6 +226,8 @@ class Watch(TorchFunctionMode):
                     for tensor in given
                     if id(tensor) not in known and tensor.requires_grad and self._is_constant(tensor)
                 ]
+        else:
+            refuse_reentrant_checkpoint(args, kwargs)
         if self._reader is not None:
             self._reader.follow(func, args, kwargs, output, overwritten)
         return output
@@ -245,10 +262,17 @@ class Watch(TorchFunctionMode):
                 use = None
             version = -1 if use is None or use.inputs.is_meta else use.inputs._version
             made = one.argument if view is None else None
-            self.uses.append(SeenUse(view, made, use, listener, version, batch_dim))
+            folded = use is not None and batch_dim == 0 and use.folds > 1
+            reading = (batch_dim, self._ambiguous(tapped), folded)
+            self.uses.append(SeenUse(view, made, use, listener, version, batch_dim, reading))
             if use is None:
                 self.unknown.append((one.argument, "a function over rows that are not the batch's examples"))
         return tapped
+
+    def _ambiguous(self, output: Tensor) -> bool:
+        """Whether the examples may be either of the first two dimensions."""
+        count = self._examples
+        return output.ndim >= 2 and output.shape[1] == count and len(output) % count == 0
 
     def _use(self, one: Any, output: Tensor, transposed: bool) -> tuple[Use | None, int]:
         """The use of one argument, and which dimension of the output holds the examples.
@@ -266,6 +290,10 @@ class Watch(TorchFunctionMode):
             if use.works_on_rows and use.inputs.shape[:1] == (count,):
                 return use, 1  # it was made from the output's shape alone
         return (one.make(count, output, transposed), 0) if first else (None, 0)
+
+    def _depends(self, value: Any) -> bool:
+        """Whether a value is a tensor that depends on the examples."""
+        return isinstance(value, Tensor) and not self._is_constant(value)
 
     def _note_constant(self, tensor: Tensor) -> None:
         # Held, so that no other tensor gets its identity while the forward runs.

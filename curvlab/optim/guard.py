@@ -16,6 +16,7 @@ from torch import Tensor
 from curvlab.exceptions import SolveError
 from curvlab.linalg import Step
 from curvlab.linalg.factors import max_abs
+from curvlab.linalg.steps import add_step
 from curvlab.measure import device
 
 __all__ = ["Change", "check_finite"]
@@ -53,9 +54,9 @@ class Change:
         if self.decay:
             self.parameter.mul_(1 - self.rate * self.decay)
         if self.buffer is None:
-            self.direction.add_into(self.parameter, self.rate * self.scale)
+            add_step(self.direction, self.parameter, self.rate * self.scale)
             return
-        self.direction.add_into(self.buffer.mul_(self.momentum), self.scale)
+        add_step(self.direction, self.buffer.mul_(self.momentum), self.scale)
         self.parameter.add_(self.buffer, alpha=self.rate)
 
 
@@ -64,7 +65,7 @@ def check_finite(changes: list[Change]) -> None:
     bounds = torch.stack([change.bound() for change in changes])
     if not device.readable(bounds):
         return
-    limit = torch.finfo(bounds.dtype).max / 4
+    limit = min(torch.finfo(change.parameter.dtype).max for change in changes) / 4
     for change, bound in zip(changes, bounds.tolist(), strict=True):
         if not bound <= limit and not _finite(change):
             layer = change.name.rpartition(".")[0]
@@ -75,4 +76,5 @@ def check_finite(changes: list[Change]) -> None:
 
 
 def _finite(change: Change) -> bool:
-    return bool(torch.isfinite(change.parameter + change.form()).all())
+    moved = (change.parameter + change.form()).to(change.parameter.dtype)
+    return bool(torch.isfinite(moved).all())

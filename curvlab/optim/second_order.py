@@ -11,7 +11,9 @@ outlive their batch (`ema`, `refresh_every`) do.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +26,11 @@ from curvlab.defaults import STEP_ALPHA, STEP_LR, STEP_PROVIDER, STEP_SOLVER
 from curvlab.distributed.communicator import communicator_of
 from curvlab.exceptions import ProblemError, SpecError
 from curvlab.gradient import Gradient
+from curvlab.linalg.precision import full_precision
 from curvlab.measure.device import keep_freed_memory
-from curvlab.model.graph import Network
+from curvlab.model.graph import Network, unwrap
 from curvlab.optim.average import average, kept
+from curvlab.optim.batch_statistics import NOTE, BatchStatistics, running_statistics
 from curvlab.optim.guard import Change, check_finite
 from curvlab.optim.levenberg_marquardt import LevenbergMarquardt
 from curvlab.problem import Problem
@@ -71,6 +75,10 @@ class SecondOrder(torch.optim.Optimizer):
         adapt: Levenberg-Marquardt adaptation of alpha; True for its defaults.
         process_group: step on the rows of all ranks of this group: every rank calls `step` with its own
             part of the batch (which may have no rows), and all take the same step.
+        batchnorm: `"running"` for models with batch normalisation in training mode, which are refused
+            without it: the gradient and the loss are those with the batch's statistics, and the curvature is
+            that with the running ones, which a step updates once, as torch's own forward does. The
+            solution's notes and the optimizer's `repr` say so.
 
     `on_solution`, if set, is called with every step's `Solution` before the parameters change. The model
     is used in the mode it is in; layers that are random in training mode are refused.
@@ -100,10 +108,18 @@ class SecondOrder(torch.optim.Optimizer):
         refresh_every: int = 1,
         adapt: LevenbergMarquardt | bool = False,
         process_group: ProcessGroup | None = None,
+        batchnorm: Literal["running"] | None = None,
     ) -> None:
-        network = Network.of(model)
-        self._model, self._criterion = network.model, criterion_named(criterion)
-        self._names = {p: name for name, p in network.model.named_parameters()}
+        self.batchnorm = _batchnorm(batchnorm, process_group)
+        with self._running_statistics(unwrap(model)):
+            network = Network.of(model)
+        if self.batchnorm is not None and network.copied is not None:
+            raise SpecError(
+                f'batchnorm="{self.batchnorm}" with a model in {network.copied.dtype}: its running '
+                f"statistics would be those of a float32 copy. Call model.float() first"
+            )
+        self._model, self._criterion = network.given, criterion_named(criterion)
+        self._names = {p: name for name, p in network.given.named_parameters()}
         self._blocks = set(network.parameters)
         self._provider, self._solver = provider, solver
         self._reads = solvers.make(solver).input_factor
@@ -150,19 +166,20 @@ class SecondOrder(torch.optim.Optimizer):
         _rate("weight_decay", group["weight_decay"])
         self._base = None
 
+    @full_precision
     def step(self, inputs: Any, targets: Tensor | None = None) -> Tensor:  # type: ignore[override]
         """Take one step on a batch, or on the (inputs, targets) that a closure returns; returns the loss.
 
-        A step that would write NaN or infinity raises `SolveError` with the layer's name; parameters and
-        optimizer are then as they were. `p.grad` is neither read nor written.
+        A step that would write NaN or infinity raises `SolveError` with the layer's name; parameters,
+        running statistics and optimizer are then as they were. `p.grad` is neither read nor written.
         """
         inputs, targets = _batch(inputs, targets)
         if self.process_group is not None and isinstance(inputs, Tensor) and len(inputs) == 0:
             inputs, targets = [], None
-        with torch.no_grad():
+        with torch.no_grad(), self._running_statistics(self._model) as statistics:
             problem = self._problem(inputs, targets)
             estimating = self._kept is None or self._steps % self.refresh_every == 0
-            loss, gradient, fresh = self._observe(problem, estimating)
+            loss, gradient, fresh = self._observe(problem, estimating, statistics)
             curvature, keep = self._curvature(problem, fresh)
             group = self.process_group
             solution = solve(self._solver, curvature, gradient, alpha=self._alpha, process_group=group)
@@ -176,8 +193,11 @@ class SecondOrder(torch.optim.Optimizer):
             self._apply(changes)
             self._kept, self._estimates, self._steps = keep, self._estimates + estimating, self._steps + 1
             if adapting:
-                self._adapt(float(loss), predicted, problem)
+                self._adapt(float(loss), predicted, problem, statistics)
         return loss
+
+    def _running_statistics(self, model: nn.Module) -> AbstractContextManager[BatchStatistics | None]:
+        return nullcontext() if self.batchnorm is None else running_statistics(model)
 
     def _problem(self, inputs: Any, targets: Tensor | None) -> Problem:
         """The step's problem, which is looked at where an error on one rank reaches all."""
@@ -192,8 +212,14 @@ class SecondOrder(torch.optim.Optimizer):
     def _everything(self) -> list[Tensor]:
         return [p for p in self._names if p.requires_grad]
 
-    def _observe(self, problem: Problem, estimating: bool) -> tuple[Tensor, Gradient, Curvature | None]:
+    def _observe(
+        self, problem: Problem, estimating: bool, statistics: BatchStatistics | None
+    ) -> tuple[Tensor, Gradient, Curvature | None]:
         """Loss, gradient and, where it is time for one, a new curvature; of all ranks in one exchange."""
+        if statistics is not None and statistics.layers:
+            loss, gradient = statistics.gradient(problem)
+            fresh = estimate(self._provider, problem) if estimating else None
+            return loss, gradient, fresh and replace(fresh, notes=(*fresh.notes, NOTE))
         if self.process_group is None:
             with problem.trust_recording():
                 loss, gradient = problem.loss(), problem.gradient()
@@ -256,16 +282,22 @@ class SecondOrder(torch.optim.Optimizer):
             if change.buffer is not None:
                 self.state[change.parameter]["momentum_buffer"] = change.buffer
 
-    def _adapt(self, before: float, predicted: float, problem: Problem) -> None:
+    def _adapt(
+        self, before: float, predicted: float, problem: Problem, statistics: BatchStatistics | None
+    ) -> None:
         assert self.adapt is not None
         try:
-            after = float(problem.loss(process_group=self.process_group))
+            if statistics is not None and statistics.layers:
+                after = float(statistics.loss(problem))
+            else:
+                after = float(problem.loss(process_group=self.process_group))
         except ProblemError:
             after = float("inf")
         self._alpha = self.adapt.adapted(self._alpha, before - after, predicted)
 
     def __repr__(self) -> str:
         own = {"provider": self._provider, "solver": self._solver, "alpha": self._alpha}
+        own |= {"batchnorm": NOTE.partition(": ")[2]} if self.batchnorm else {}
         lines = "".join(f"    {name}: {value}\n" for name, value in own.items())
         head, _, groups = super().__repr__().partition("\n")
         return f"{head}\n{lines}{groups}"
@@ -318,6 +350,18 @@ def _predicted(changes: list[Change], solution: Solution, curvature: Curvature, 
         reduction = scale * measures.slope() + 0.5 * scale**2 * measures.quadratic()
         total -= reduction.cpu().double()
     return float(total)
+
+
+def _batchnorm(value: str | None, process_group: ProcessGroup | None) -> str | None:
+    if value not in (None, "running"):
+        raise SpecError(f'batchnorm={value!r}: expected "running", or None')
+    if value is not None and process_group is not None:
+        raise SpecError(
+            f'batchnorm="{value}" with a process_group: the running statistics of the ranks would differ, '
+            f"and with them the function whose curvature is joined. Step without process_group, or call "
+            f"model.eval() and train with fixed statistics"
+        )
+    return value
 
 
 def _rate(name: str, value: float) -> float:

@@ -11,6 +11,7 @@ from curvlab.distributed.communicator import Communicator, communicator_of
 from curvlab.distributed.operators import join_operators
 from curvlab.distributed.statistics import JoinedStatistics
 from curvlab.exceptions import SpecError
+from curvlab.linalg.precision import autocast_switched_off, full_precision
 from curvlab.measure import device as devices
 from curvlab.problem import Problem
 from curvlab.providers.base import Context, Provider
@@ -51,7 +52,14 @@ def estimate(
     ['fisher', 'pch-1']
     """
     if isinstance(provider, str) or not isinstance(provider, Sequence):
-        return estimate([provider], problem, process_group=process_group)[0]
+        return _estimate([provider], problem, process_group)[0]
+    return _estimate(provider, problem, process_group)
+
+
+@full_precision
+def _estimate(
+    provider: Sequence[str | Provider], problem: Problem, process_group: ProcessGroup | None
+) -> list[Curvature]:
     if process_group is not None:
         communicator = communicator_of(process_group)
         chosen = Chosen.jointly(provider, problem, communicator)
@@ -97,22 +105,23 @@ class Chosen:
         """What the providers make of the statistics, dated as of `versions`."""
         made = [provider.curvature(context, name) for name, provider in self.named]
         problem = context.problem
-        left_out = problem.network.left_out
-        said = (
-            (f"no block for {', '.join(f'`{n}`' for n in left_out)}: left out by layers=[…]",)
-            if left_out
-            else ()
-        )
-        place = next(problem.model.parameters())
-        if not devices.has_eigh(place):
-            kind = place.device.type
-            said += (f"`{kind}` has no eigendecompositions: those that are needed run on the CPU",)
+        said = problem.notes
+        shapes = {name: tuple(p.shape) for name, p in problem.model.named_parameters()}
+        left_out = {name: shapes[name] for name in problem.network.left_out}
+        if autocast_switched_off():
+            dtype = str(problem.network.example.dtype).removeprefix("torch.")
+            said = (*said, f"autocast is switched off inside: this is the curvature of the {dtype} function")
+        example = problem.network.example
+        if not devices.has_eigh(example):
+            kind = example.device.type
+            said = (*said, f"`{kind}` has no eigendecompositions: those that are needed run on the CPU")
         return [
             replace(
                 one,
                 versions=versions if one.versions is None else one.versions,
                 shift=problem.l2,
                 notes=(*one.notes, *said),
+                left_out=left_out,
             )
             for one in made
         ]

@@ -20,7 +20,7 @@ from curvlab.exceptions import SolveError
 from curvlab.gradient import LazyTensors
 from curvlab.linalg import Matrix, RowProduct, Step
 from curvlab.linalg.cg import Outcome
-from curvlab.linalg.steps import as_step
+from curvlab.linalg.steps import add_step, as_step
 from curvlab.model.graph import unwrap
 from curvlab.solvers.damping import Damping, DampingSplit
 from curvlab.solvers.systems import Measures
@@ -195,13 +195,14 @@ class BlockSolution:
 
 @dataclass(frozen=True, eq=False)
 class Solution:
-    """The direction and, for each block, how it was found."""
+    """The direction and, for each block, how it was found; `notes` are those of the curvature."""
 
     solver: str
     provider: str
     damping: Damping
     direction: Direction
     blocks: dict[str, BlockSolution]
+    notes: tuple[str, ...] = ()
 
     def add_to(self, model: nn.Module, lr: float = 1.0) -> None:
         """θ ← θ + lr · d, in place, with no direction of a weight's size formed; all of it or nothing."""
@@ -221,7 +222,7 @@ class Solution:
                     f"the model's `{name}` has shape {given}; this solution is for one of shape {expected}"
                 )
         for name, step in steps.items():
-            step.add_into(parameters[name], lr)
+            add_step(step, parameters[name], lr)
 
     @property
     def predicted_reduction(self) -> float:
@@ -253,7 +254,9 @@ class Solution:
             }
             for name, block in self.blocks.items()
         ]
-        return pd.DataFrame(rows)
+        frame = pd.DataFrame(rows)
+        frame.attrs["notes"] = list(self.notes)
+        return frame
 
     def trace(self) -> pd.DataFrame:
         """The recursive relative residual by block and iteration, to plot."""
@@ -284,4 +287,5 @@ class Solution:
         )
 
     def _repr_html_(self) -> str:
-        return f"<p>{escape(repr(self))}</p>{self.frame().to_html(index=False)}"
+        notes = "".join(f"<p>{escape(note)}</p>" for note in self.notes)
+        return f"<p>{escape(repr(self))}</p>{notes}{self.frame().to_html(index=False)}"

@@ -32,6 +32,7 @@ from curvlab.gradient import RowGradient
 from curvlab.linalg import Matrix
 from curvlab.linalg.cg import Outcome
 from curvlab.linalg.inverse import NotFiniteError, NotPositiveDefiniteError
+from curvlab.linalg.precision import full_precision
 from curvlab.measure import device
 from curvlab.solvers.base import Guidance, LayerDirection, Preconditioner, Solver
 from curvlab.solvers.damping import Damping, damping_from
@@ -56,6 +57,7 @@ SolverByLayer = Mapping[str, str | Solver]
 """Solvers by patterns of layer names."""
 
 
+@full_precision
 @torch.no_grad()
 def solve(
     solver: str | Solver | SolverByLayer,
@@ -220,7 +222,7 @@ def _solve_layers(
         steps, found = join_units(layer, own, gradient, damped)
         entries |= steps
         blocks |= found
-    return Solution(chosen.name, curvature.provider, damping, Direction(entries), blocks)
+    return Solution(chosen.name, curvature.provider, damping, Direction(entries), blocks, curvature.notes)
 
 
 def _by_layer(

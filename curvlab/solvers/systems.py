@@ -24,6 +24,7 @@ from curvlab.exceptions import PairError
 from curvlab.gradient import RowGradient
 from curvlab.linalg import Factor, GramFactor, Matrix, RowProduct
 from curvlab.linalg.factors import InputFactors, InputKind, binary_scale
+from curvlab.linalg.precision import FullPrecision
 from curvlab.linalg.steps import as_step
 from curvlab.measure import device
 from curvlab.solvers.damping import Damping
@@ -79,7 +80,7 @@ class LayerGradient:
     bias: Tensor | None
 
 
-class Measures(ABC):
+class Measures(FullPrecision, ABC):
     """What can be asked of a solved block, as tensors; `reads` are the tensors it is computed from."""
 
     reads: Versions

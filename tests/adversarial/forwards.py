@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 
-from tests.adversarial import honest_inputs, sneaky_changes
+from tests.adversarial import honest_inputs, sneaky_changes, sneaky_later
 from tests.adversarial.honest import HONEST
 from tests.adversarial.items import Item, verdict
 from tests.adversarial.sneaky import SNEAKY
@@ -17,6 +17,7 @@ __all__ = ["ITEMS", "counts", "main"]
 
 # Importing them completed the two tables.
 assert not honest_inputs.__all__ + sneaky_changes.__all__
+assert sneaky_later.LATER
 
 ITEMS = [Item(name, "honest", make) for name, make in HONEST.items()] + [
     Item(name, "sneaky", make) for name, make in SNEAKY.items()

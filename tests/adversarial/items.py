@@ -215,14 +215,26 @@ def one_term(oracle: Oracle) -> TermSplit:
     return split
 
 
+def whole_batch(made: Made) -> tuple[Any, Tensor] | None:
+    """All examples in one batch; None where those of a stream have shapes of their own."""
+    if made.batches is None:
+        return made.inputs, made.targets
+    inputs, targets = zip(*made.batches, strict=True)
+    if not all(isinstance(x, Tensor) and x.shape[1:] == inputs[0].shape[1:] for x in inputs):
+        return None
+    return torch.cat(inputs), torch.cat(targets)
+
+
 def kronecker_blocks(oracle: Oracle) -> list[Blocks]:
     """A ⊗ B with `expand`, of the matrices all of whose uses are seen: g_ip h_ipᵀ sum to their gradient.
 
     Two readings: with and without uses that the logits do not depend on.
     """
     made = oracle.made
-    if made.batches is not None or any(p.dtype is not torch.float64 for p in made.parameters.values()):
+    data = whole_batch(made)
+    if data is None or any(p.dtype is not torch.float64 for p in made.parameters.values()):
         return []
+    inputs, targets = data
     terms = made.terms or one_term(oracle)
     model = made.model if made.twin is None else made.twin
     gradient = oracle.gradient()
@@ -230,7 +242,7 @@ def kronecker_blocks(oracle: Oracle) -> list[Blocks]:
     found = []
     for live in (True, False):
         reference = AnyReference(
-            model, terms, made.inputs, made.targets, 0.0, made.output, copied=False, functions=True, live=live
+            model, terms, inputs, targets, 0.0, made.output, copied=False, functions=True, live=live
         )
         blocks, seen = reference.blocks("empirical"), reference.gradient_of_rows()
         whole = [n for n, rows in seen.items() if close(rows, gradient[n].flatten(), scale)]

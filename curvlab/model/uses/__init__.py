@@ -9,7 +9,8 @@
 | `ScaleUse`, `ShiftUse` | weight and bias of a normalisation | gradients per example |
 | `AddedUse`, `MultipliedUse` | `x + p`, `p.expand(…)`, `x * p` | gradients per example |
 
-A third party adds a class of its own through the entry-point group `curvlab.uses`.
+Another package adds a class of its own, derived from `Use` or `WeightUse`, by binding its function to it: see
+`curvlab.model.bindings`.
 """
 
 from curvlab.model.uses.base import Use, WeightUse

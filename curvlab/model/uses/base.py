@@ -22,6 +22,8 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
+from curvlab.linalg.views import Layout
+
 __all__ = ["CHUNK_ENTRIES", "Use", "WeightUse", "constant_value"]
 
 # Unfolded inputs are read in pieces of at most this many entries (one example at least). Measured on one
@@ -70,15 +72,22 @@ class Use(ABC):
 class WeightUse(Use):
     """A use whose output is linear in the weight, row by row: z_ip = W h_ip.
 
-    `unfolds` where the rows take more memory than the inputs: they are then read in pieces.
+    `unfolds` where the rows take more memory than the inputs: they are then read in pieces. `lookup` where
+    the rows are one-hot, so that the input factor is diagonal.
     """
 
     unfolds: ClassVar[bool] = False
+    lookup: ClassVar[bool] = False
 
     @property
     @abstractmethod
     def parts(self) -> int:
         """G: into how many parts with an output side of their own the weight falls."""
+
+    @property
+    def layout(self) -> Layout:
+        """How the weight's own shape is seen as matrices, as `curvlab.linalg.MatrixView` names it."""
+        return "rows"
 
     @property
     @abstractmethod

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from curvlab.exceptions import ProblemError
+from curvlab.linalg.views import Layout
 from curvlab.model.uses.base import WeightUse, constant_value
 from curvlab.model.uses.patches import Patches
 
@@ -222,6 +223,10 @@ class TransposedConvolutionUse(ConvolutionUse):
 
     kind: ClassVar[str] = "transposed convolution"
     output_padding: tuple[int, ...] = ()
+
+    @property
+    def layout(self) -> Layout:
+        return "transposed-convolution"
 
     @classmethod
     def from_call(

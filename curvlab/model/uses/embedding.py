@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from curvlab.linalg.views import Layout
 from curvlab.model.uses.base import WeightUse
 
 __all__ = ["EmbeddingBagUse", "EmbeddingUse"]
@@ -30,6 +31,7 @@ class EmbeddingUse(WeightUse):
 
     kind: ClassVar[str] = "embedding"
     works_on_rows: ClassVar[bool] = True
+    lookup: ClassVar[bool] = True
     vocabulary: int
     dtype: torch.dtype
     padding: int | None = None
@@ -37,6 +39,10 @@ class EmbeddingUse(WeightUse):
     @property
     def parts(self) -> int:
         return 1
+
+    @property
+    def layout(self) -> Layout:
+        return "transposed"
 
     @cached_property
     def positions(self) -> int:

@@ -9,6 +9,7 @@ from typing import ClassVar, Self
 
 from torch import Tensor
 
+from curvlab.linalg.views import Layout
 from curvlab.model.uses.base import WeightUse
 
 __all__ = ["BilinearUse", "LinearUse"]
@@ -35,6 +36,10 @@ class LinearUse(WeightUse):
     works_on_rows: ClassVar[bool] = True
     transposed: bool = False
     parts: int = 1
+
+    @property
+    def layout(self) -> Layout:
+        return "transposed" if self.transposed else "rows"
 
     @cached_property
     def positions(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from curvlab.exceptions import named_briefly
 from curvlab.model.graph import DROPOUTS
 from curvlab.problem import Problem
 
@@ -43,9 +44,9 @@ def _outside(problem: Problem) -> list[str]:
     if not left:
         return []
     share = sum(trainable[name].numel() for name in left) / sum(p.numel() for p in trainable.values())
-    named = ", ".join(f"`{name}`" for name in left[:4]) + (", …" if len(left) > 4 else "")
     return [
-        f"{len(left)} of {len(trainable)} trainable parameters ({share:.0%} of the entries: {named}) have no "
+        f"{len(left)} of {len(trainable)} trainable parameters ({share:.0%} of the entries: "
+        f"{named_briefly(left)}) have no "
         "curvature here, because layers=[…] leaves them out: errors, times and memory are of the rest."
     ]
 

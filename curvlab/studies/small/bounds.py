@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from curvlab.linalg.precision import full_precision
 from curvlab.model.layers import Chain
 from curvlab.model.recording import ChainRecording
 from curvlab.problem import Problem
@@ -34,6 +35,7 @@ __all__ = ["bounds"]
 COLUMNS = ["layer", "layer_name", "activation", "lipschitz", "left", "right", "holds"]
 
 
+@full_precision
 def bounds(problem: Problem) -> pd.DataFrame:
     """Both sides of the expectation-approximation bound, one row for each hidden layer that has blocks.
 

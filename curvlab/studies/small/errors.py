@@ -36,6 +36,7 @@ from curvlab.curvature import Curvature, LayerCurvature
 from curvlab.defaults import PROVIDERS
 from curvlab.exceptions import ProblemError
 from curvlab.linalg import poseig
+from curvlab.linalg.precision import full_precision
 from curvlab.model.recording import ChainRecording
 from curvlab.problem import Problem
 from curvlab.providers import GaussNewton, Provider, estimate
@@ -56,6 +57,7 @@ __all__ = [
 TOTAL = "Total"
 
 
+@full_precision
 def errors(
     problem: Problem,
     providers: str | Provider | Sequence[str | Provider] = PROVIDERS,
