@@ -18,7 +18,7 @@ STAMP := $(VENV)/.installed
 # Test workers and benchmarks share the cores: one thread each, or they fight over them.
 ONE_THREAD := OMP_NUM_THREADS=1
 PYTEST     := $(ONE_THREAD) $(BIN)/python -m pytest -q -n $(JOBS)
-FAST       := not slow and not long
+FAST       := not slow and not long and not device
 ASV_QUICK  := $(ONE_THREAD) $(BIN)/asv run --quick --show-stderr --python=same
 # What `make bench` runs, as regular expressions over names with parameters: costs on the networks that
 # take milliseconds, the memory of a step on the one that takes seconds, and ratios on both.
@@ -29,7 +29,7 @@ RATIOS ?= (narrow|cifar10).*cpu SGDRatio.*pch-1.*imagenet10.*cpu
 say = @printf '==> %s\n'
 
 .DEFAULT_GOAL := help
-.PHONY: help install compare test test-fast test-shuffled test-adversarial test-long lint types format reproduce reproduce-quick bench asv-quick asv-check asv-publish clean
+.PHONY: help install compare test test-fast test-shuffled test-adversarial test-long test-device lint types format reproduce reproduce-quick bench asv-quick asv-check asv-publish clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -78,6 +78,11 @@ test-long: $(STAMP) ## run what does not fit CI: the property tests with 500 exa
 	$(say) 'pytest, $(JOBS) workers, property tests with many examples'
 	@HYPOTHESIS_PROFILE=thorough $(PYTEST) -m 'long or hypothesis' $(ARGS)
 
+test-device: $(STAMP) ## run what needs an accelerator on a simulated one, which is built the first time
+	$(say) 'pytest, $(JOBS) workers, on the simulated accelerator'
+	@$(ONE_THREAD) $(BIN)/python -m tests.simdev.device
+	@$(PYTEST) -m device tests/simdev $(ARGS)
+
 lint: $(STAMP) ## check style and formatting
 	$(say) 'ruff'
 	@$(BIN)/ruff check .
@@ -113,5 +118,5 @@ asv-publish: $(STAMP) ## build the page of the benchmark history
 
 clean: ## remove the environment, caches and built files
 	$(say) 'removing $(VENV), caches and built files'
-	@rm -rf $(VENV) build dist .asv *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) build dist .asv .cache *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -131,8 +131,13 @@ def make_setup(options: dict[str, Any], **defaults: Any) -> Setup:
     return Setup(**defaults | {name: value for name, value in given.items() if value is not None})
 
 
-def make_settings(options: dict[str, Any]) -> Settings:
-    """Settings from a configuration file, if there is one, and the options over it."""
+def make_settings(
+    options: dict[str, Any], change: Callable[[Setup], Setup] = lambda setup: setup
+) -> Settings:
+    """Settings from a configuration file, if there is one, and the options over it.
+
+    `change` is what a command makes of the setup that was given, before its names are resolved.
+    """
     path = options.pop("config", None)
     known = all_settings()
     names = [one.name for one in known]
@@ -140,7 +145,7 @@ def make_settings(options: dict[str, Any]) -> Settings:
     given = {one.name: value for one in known if (value := options.pop(one.name, None)) not in (None, ())}
     chosen |= given
     _check_used(given, chosen)
-    return Settings.of(make_setup(chosen), **chosen)
+    return Settings.of(change(make_setup(chosen)), **chosen)
 
 
 def _check_used(given: Mapping[str, Any], settings: Mapping[str, Any]) -> None:

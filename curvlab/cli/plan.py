@@ -55,6 +55,7 @@ def command(
     Providers and solvers run as they are, on tensors without memory. Two forms of each solver are planned:
     the sample-space form that curvlab runs, and the textbook's, which forms the factors of the input side.
     A named architecture needs no data set. The peak includes the parameters and the batch.
+    A device that is not here is planned for as if it were the CPU.
 
     \b
     Examples:
@@ -62,9 +63,9 @@ def command(
       curvlab plan --arch imagenet10-fcnn --batch 100 -s kfi --memory 11GB
       curvlab plan --config runs/compare/config.toml
     """
-    from curvlab.studies.small.plan import bytes_of, run_plan
+    from curvlab.studies.small.plan import bytes_of, plannable, run_plan
 
-    settings = make_settings(options)
+    settings = make_settings(options, plannable)
     limit = None if memory is None else bytes_of(memory)
     with progress_bar(not quiet, "planning") as show:
         frame = run_plan(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from curvlab.exceptions import ProblemError
+from curvlab.linalg import eigh
 
 __all__ = ["Criterion"]
 
@@ -74,7 +75,7 @@ class Criterion(ABC):
 
     def hessian_factors(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
         """L⁺ and L⁻, each (columns, m, K), with ∇²ξ = L⁺L⁺ᵀ - L⁻L⁻ᵀ; None where nothing is negative."""
-        values, vectors = torch.linalg.eigh(self.hessians(logits, targets))
+        values, vectors = eigh(self.hessians(logits, targets))
         columns = vectors.permute(2, 0, 1)
         plus = columns * values.clamp(min=0).sqrt().T[..., None]
         rounding = 8 * torch.finfo(values.dtype).eps * values.abs().amax()

@@ -15,6 +15,7 @@ from curvlab.linalg.blocks import (
     SumBlock,
     ViewedBlock,
 )
+from curvlab.linalg.eigen import eigh, eigvalsh
 from curvlab.linalg.factors import (
     DenseFactor,
     DiagonalFactor,
@@ -51,6 +52,8 @@ __all__ = [
     "ViewStep",
     "ViewedBlock",
     "congruence",
+    "eigh",
+    "eigvalsh",
     "gram",
     "poseig",
     "poseig_diagonal",

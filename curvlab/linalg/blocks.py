@@ -19,6 +19,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from curvlab.linalg.eigen import eigvalsh
 from curvlab.linalg.factors import Factor, InputFactors, frobenius_norm, inner_product
 from curvlab.linalg.precision import FullPrecision
 from curvlab.linalg.views import MatrixView
@@ -135,7 +136,7 @@ class Block(FullPrecision, ABC):
 
     def eigvalsh(self, max_bytes: int = DENSE_BYTES) -> Tensor:
         """All eigenvalues, ascending."""
-        return torch.linalg.eigvalsh(self.to_dense(max_bytes))
+        return eigvalsh(self.to_dense(max_bytes))
 
 
 @dataclass(frozen=True, eq=False, repr=False)

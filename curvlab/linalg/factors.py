@@ -39,6 +39,7 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
+from curvlab.linalg.eigen import eigh, eigvalsh
 from curvlab.linalg.precision import FullPrecision
 
 __all__ = [
@@ -181,7 +182,7 @@ def poseig(matrix: Tensor, gamma: float) -> Tensor:
     >>> poseig(torch.tensor([[0.0, 1.0], [1.0, 0.0]]), gamma=-1.0).round(decimals=4).tolist()
     [[1.0, 0.0], [0.0, 1.0]]
     """
-    eigenvalues, vectors = torch.linalg.eigh(matrix)
+    eigenvalues, vectors = eigh(matrix)
     scaled = vectors * poseig_diagonal(eigenvalues, gamma)
     result = scaled @ vectors.T
     return (result + result.T) / 2
@@ -336,7 +337,7 @@ class DenseFactor(Factor):
         return DenseFactor(self.matrix[start:stop, start:stop])
 
     def eigvalsh(self) -> Tensor:
-        return self.remember("eigvalsh", lambda: torch.linalg.eigvalsh(self.matrix))
+        return self.remember("eigvalsh", lambda: eigvalsh(self.matrix))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -430,8 +431,8 @@ class GramFactor(Factor):
 
     def _eigvalsh(self) -> Tensor:
         if not self.narrow:
-            return torch.linalg.eigvalsh(self.to_dense())
-        nonzero = torch.linalg.eigvalsh(self.gram)
+            return eigvalsh(self.to_dense())
+        nonzero = eigvalsh(self.gram)
         return torch.cat([nonzero.new_zeros(self.size - len(nonzero)), nonzero]).sort().values
 
 

@@ -16,6 +16,7 @@ from math import isfinite
 import torch
 from torch import Tensor
 
+from curvlab.linalg.eigen import eigvalsh
 from curvlab.linalg.factors import DiagonalFactor, Factor, GramFactor, RankOneFactor
 from curvlab.linalg.precision import FullPrecision
 
@@ -65,11 +66,12 @@ def cholesky_shifted(matrix: Tensor, shift: Tensor | float, check: bool = True) 
     if not bool(torch.isfinite(shifted).all()):
         raise NotFiniteError("the matrix to be factorised holds NaN or infinity")
     # The shift is added again: in float32 it may have been lost in the diagonal.
-    wide = matrix.double() if matrix.device.type != "mps" else matrix.cpu().double()
-    wide = wide + torch.as_tensor(shift).to(wide) * torch.eye(n, dtype=wide.dtype, device=wide.device)
+    # On the host, since not every device has float64; the failure has been read there already.
+    wide = matrix.cpu().double()
+    wide = wide + torch.as_tensor(shift).to(wide) * torch.eye(n, dtype=wide.dtype, device="cpu")
     factor, info = torch.linalg.cholesky_ex(wide)
     if int(info) != 0:
-        raise NotPositiveDefiniteError(float(torch.linalg.eigvalsh(wide)[0]))
+        raise NotPositiveDefiniteError(float(eigvalsh(wide)[0]))
     return factor.to(matrix)
 
 

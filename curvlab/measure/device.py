@@ -1,33 +1,46 @@
 """The one place that knows about devices: everything else uses torch's device-neutral calls.
 
 `torch.accelerator` covers cuda, mps, xpu and the like; the CPU has no accelerator module, so the
-functions here answer for it. A fake or meta tensor has no values: `readable` says whether a
-number may be read back to the host at all, and `read_interval` how often an iteration should.
+functions here answer for it. Devices differ in what they have: a generator of random numbers of their own,
+statistics of their allocator, an eigendecomposition; the functions here ask, and know no device by name.
+A fake or meta tensor has no values: `readable` says whether a number may be read back to the host at all,
+and `read_interval` how often an iteration should.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from curvlab.exceptions import SpecError
 
 __all__ = [
+    "RandomStates",
     "available",
     "describe",
     "has_allocator_statistics",
+    "has_eigh",
     "keep_freed_memory",
     "memory_bytes",
     "peak_allocated",
     "physical_memory",
+    "random_state",
+    "random_state_restored",
+    "random_states",
     "read_interval",
     "readable",
     "resolve",
+    "set_random_state",
+    "stand_in",
     "synchronize",
 ]
 
@@ -63,7 +76,28 @@ def resolve(name: str | torch.device = "auto") -> torch.device:
         raise SpecError(f"device `{name}` is not a torch device; use one of {available()} or auto") from error
     if device.type not in (*available(), "meta"):
         raise SpecError(f"device `{name}` is not available here; use one of {available()} or auto")
+    if device.type not in ("cpu", "meta") and (device.index or 0) >= torch.accelerator.device_count():
+        count = torch.accelerator.device_count()
+        raise SpecError(f"device `{name}` is not there: `{device.type}` has {count}, numbered from 0")
     return device
+
+
+def stand_in(name: str | torch.device) -> str:
+    """The device on which to plan for the one called `name`: itself, or the CPU where it is not here.
+
+    A plan runs on tensors without memory; torch makes those of a device that is not here only in part.
+
+    >>> stand_in("cpu"), stand_in("xpu:3")
+    ('cpu', 'cpu')
+    """
+    try:
+        return str(resolve(name))
+    except SpecError:
+        try:
+            torch.device(name)
+        except RuntimeError:
+            resolve(name)  # no device of that name anywhere: the same refusal as everywhere
+        return "cpu"
 
 
 def synchronize(device: torch.device | str) -> None:
@@ -134,8 +168,101 @@ def physical_memory() -> int | None:
 
 
 def has_allocator_statistics(device: torch.device | str) -> bool:
-    """Whether the allocator of `device` counts its bytes: accelerators do, the CPU does not."""
-    return torch.device(device).type not in ("cpu", "meta")
+    """Whether the allocator of `device` counts its bytes: the CPU's does not, nor do all accelerators'.
+
+    torch can be asked for them since 2.9, and not on every device; without, tensor bytes are counted instead.
+    """
+    device = torch.device(device)
+    if device.type in ("cpu", "meta") or not hasattr(torch.accelerator, "memory_allocated"):
+        return False
+    try:
+        torch.accelerator.memory_allocated(device)
+    except RuntimeError:
+        return False
+    return True
+
+
+def has_eigh(tensor: Tensor) -> bool:
+    """Whether the device of `tensor` decomposes symmetric matrices itself; mps does not.
+
+    >>> has_eigh(torch.ones(1))
+    True
+    """
+    return tensor.device.type in ("cpu", "meta") or not readable(tensor) or _has_eigh(tensor.device)
+
+
+@cache
+def _has_eigh(device: torch.device) -> bool:
+    with _disable_current_modes():  # nothing for those who count operations or bytes
+        try:
+            torch.linalg.eigh(torch.eye(2, device=device))
+        except NotImplementedError:
+            return False
+        return True
+
+
+def random_state(device: torch.device | str) -> Tensor | None:
+    """The state of the device's own generator; None where it has none beside the CPU's."""
+    device = torch.device(device)
+    if device.type in ("cpu", "meta"):
+        return None
+    module = torch.get_device_module(device)
+    # Modules of devices that come one to a machine take no argument.
+    return module.get_rng_state(device) if torch.accelerator.device_count() > 1 else module.get_rng_state()
+
+
+def set_random_state(device: torch.device | str, state: Tensor) -> None:
+    """Set what `random_state` gave."""
+    device = torch.device(device)
+    module = torch.get_device_module(device)
+    if torch.accelerator.device_count() > 1:
+        module.set_rng_state(state, device)
+    else:
+        module.set_rng_state(state)
+
+
+@dataclass(frozen=True, eq=False)
+class RandomStates:
+    """The states of the generators that work on `device` can draw from: the CPU's, and its own."""
+
+    device: torch.device
+    host: Tensor
+    own: Tensor | None
+
+    def unchanged(self) -> bool:
+        """Whether nothing has been drawn since."""
+        if not torch.equal(self.host, torch.get_rng_state()):
+            return False
+        now = random_state(self.device)
+        return self.own is None or now is None or torch.equal(self.own, now)
+
+    def restore(self) -> None:
+        """Set the generators back."""
+        torch.set_rng_state(self.host)
+        if self.own is not None:
+            set_random_state(self.device, self.own)
+
+
+def random_states(tensor: Tensor) -> RandomStates:
+    """What work on the device of `tensor` can draw from, as it is now.
+
+    >>> before = random_states(torch.ones(1))
+    >>> _ = torch.rand(1)
+    >>> before.unchanged(), before.restore(), before.unchanged()
+    (False, None, True)
+    """
+    own = random_state(tensor.device) if readable(tensor) else None
+    return RandomStates(tensor.device, torch.get_rng_state(), own)
+
+
+@contextmanager
+def random_state_restored(device: torch.device) -> Iterator[None]:
+    """Leave the generators of the CPU and of `device` as they were."""
+    before = RandomStates(device, torch.get_rng_state(), random_state(device))
+    try:
+        yield
+    finally:
+        before.restore()
 
 
 def peak_allocated(function: Callable[[], object], device: torch.device | str) -> int:

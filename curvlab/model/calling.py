@@ -100,10 +100,11 @@ class ModelCall:
         """The logits, with their graph where gradients are enabled; `mode` is entered around the call."""
         given = pytree.tree_map_only(Tensor, _usable, dict(inputs) if isinstance(inputs, Mapping) else inputs)
         with eager_without_autocast(inputs):
-            before = torch.get_rng_state()
+            example = tensors_of(inputs)[0]
+            before = device.random_states(example)
             with mode or nullcontext():
                 logits = self.logits_of(_called(self.model, given))
-            if device.readable(logits) and not torch.equal(before, torch.get_rng_state()):
+            if device.readable(logits) and not before.unchanged():
                 _check_randomness(self.model, given, before)
             return logits
 
@@ -194,12 +195,12 @@ class _SeededOperations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _check_randomness(model: nn.Module, given: Any, before: Tensor) -> None:
+def _check_randomness(model: nn.Module, given: Any, before: device.RandomStates) -> None:
     """Refuse a forward that draws random numbers; called where torch's state was `before` and has changed."""
     with torch.no_grad(), _SeededOperations() as watch:
         _called(model, given)
     if watch.drawn:
-        torch.set_rng_state(before)
+        before.restore()
         raise ProblemError(
             f"the forward of {type(model).__name__} draws random numbers: the curvature would be that of one "
             f"random draw. Call model.eval() first, or take the randomness out"

@@ -439,12 +439,12 @@ def _predicted(changes: list[Change], solution: Solution, curvature: Curvature, 
         deltas |= {change.name: change.form() for change in changes}
         image = curvature @ deltas
         for name, delta in deltas.items():
-            total -= (delta * (gradient.view(name) + 0.5 * image[name])).sum().double().cpu()
+            total -= (delta * (gradient.view(name) + 0.5 * image[name])).sum().cpu().double()
         return float(total)
     for change in changes:
         measures, scale = solution.blocks[change.name].measures, change.rate * change.scale
         reduction = scale * measures.slope() + 0.5 * scale**2 * measures.quadratic()
-        total -= reduction.double().cpu()
+        total -= reduction.cpu().double()
     return float(total)
 
 

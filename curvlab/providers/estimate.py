@@ -13,6 +13,7 @@ from curvlab.distributed.operators import join_operators
 from curvlab.distributed.statistics import JoinedStatistics
 from curvlab.exceptions import SpecError
 from curvlab.linalg.precision import autocast_switched_off, full_precision
+from curvlab.measure import device as devices
 from curvlab.problem import Problem
 from curvlab.providers.base import Context, Provider
 from curvlab.providers.registry import providers
@@ -105,6 +106,10 @@ class Chosen:
         if autocast_switched_off():
             dtype = str(problem.network.example.dtype).removeprefix("torch.")
             said = (*said, f"autocast is switched off inside: this is the curvature of the {dtype} function")
+        example = problem.network.example
+        if not devices.has_eigh(example):
+            kind = example.device.type
+            said = (*said, f"`{kind}` has no eigendecompositions: those that are needed run on the CPU")
         return [
             replace(
                 one,

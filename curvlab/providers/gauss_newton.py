@@ -28,7 +28,7 @@ from curvlab.criteria import Criterion
 from curvlab.curvature import Curvature, Definiteness
 from curvlab.curvature_layers import LayerCurvature, layer_from_parts
 from curvlab.exceptions import SpecError
-from curvlab.linalg import DenseFactor, Factor, OperatorBlock
+from curvlab.linalg import DenseFactor, Factor, OperatorBlock, eigvalsh
 from curvlab.linalg.factors import row_square_norms
 from curvlab.measure import device
 from curvlab.model.recording import ChainRecording
@@ -175,7 +175,7 @@ def _measured_mean(output: Tensor) -> Definiteness:
     """From E[∇²ξ]: congruences and Hadamard products with E[σ'σ'ᵀ] keep it positive semi-definite."""
     if not device.readable(output):
         return Definiteness(False, "the criterion is not known to be convex")
-    eigenvalues = torch.linalg.eigvalsh(output)
+    eigenvalues = eigvalsh(output)
     smallest = float(eigenvalues[0])
     rounding = 8 * torch.finfo(output.dtype).eps * float(eigenvalues.abs().max())
     return Definiteness(smallest >= -rounding, f"measured on this data: smallest eigenvalue {smallest:.2g}")

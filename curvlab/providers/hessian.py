@@ -29,7 +29,7 @@ from torch import Tensor
 
 from curvlab.curvature import Curvature, Definiteness
 from curvlab.curvature_layers import LayerCurvature, layer_from_parts
-from curvlab.linalg import DenseFactor, OperatorBlock
+from curvlab.linalg import DenseFactor, OperatorBlock, eigvalsh
 from curvlab.linalg.factors import row_square_norms, symmetric_product
 from curvlab.measure import device
 from curvlab.model.layers import Chain
@@ -182,7 +182,7 @@ class ChainHessian:
                 delta_right = right if centre is None else right - centre
                 traces = delta_left.flatten(1) @ delta_right.flatten(1).T
                 pairs = traces * (h_left @ h_right.T).square() * torch.outer(weights_left, weights_right)
-                total += (2 if symmetric and b < a else 1) * pairs.sum().double().cpu()
+                total += (2 if symmetric and b < a else 1) * pairs.sum().cpu().double()
         return total.to(h_left)
 
     def full_product(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -362,5 +362,5 @@ def _looked_at(means: Sequence[Tensor]) -> Definiteness:
     small = [mean for mean in means if len(mean) <= LOOK_AT_UP_TO and device.readable(mean)]
     if not small:
         return UNKNOWN
-    smallest = min(float(torch.linalg.eigvalsh(mean)[0]) for mean in small)
+    smallest = min(float(eigvalsh(mean)[0]) for mean in small)
     return Definiteness(False, f"a Hessian; smallest eigenvalue of the smaller bias blocks {smallest:.2g}")

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from curvlab.exceptions import ProblemError
 from curvlab.gradient import RowFactor
-from curvlab.linalg import DenseFactor, Factor, GramFactor, gram
+from curvlab.linalg import DenseFactor, Factor, GramFactor, eigvalsh, gram
 from curvlab.linalg.factors import DiagonalFactor, InputFactors
 from curvlab.model.layers import Layer
 from curvlab.model.recording import ChainRecording, GraphRecording, Recording
@@ -394,7 +394,7 @@ class OutputSpectrum(Statistic):
 
     def of(self, recording: Recording) -> Values:
         hessians = recording.criterion.hessians(recording.logits, recording.targets)
-        eigenvalues = torch.linalg.eigvalsh(hessians)
+        eigenvalues = eigvalsh(hessians)
         weights = (recording.row_weights[:, None] * recording.terms.within).flatten()
         return (
             weights @ eigenvalues.clamp(max=0).abs().sum(1),

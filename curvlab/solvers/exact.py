@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from curvlab.curvature import LayerCurvature
-from curvlab.linalg import DiagonalFactor, Factor, GramFactor
+from curvlab.linalg import DiagonalFactor, Factor, GramFactor, eigh
 from curvlab.linalg.factors import InputKind
 from curvlab.linalg.inverse import NotFiniteError, NotPositiveDefiniteError
 from curvlab.measure import device
@@ -153,12 +153,11 @@ def _check_values(values: Tensor, damping: Damping, largest: Tensor | None) -> T
 
 def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     try:
-        values, vectors = torch.linalg.eigh(matrix)
+        return eigh(matrix)
     except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
         if bool(torch.isfinite(matrix).all()):
             raise
         raise NotFiniteError("the matrix to be factorised holds NaN or infinity") from error
-    return values, vectors
 
 
 def _svd(factor: GramFactor) -> tuple[Tensor, Tensor]:

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from curvlab.exceptions import PairError
 from curvlab.gradient import RowGradient
-from curvlab.linalg import Combination, DiagonalFactor, Factor, GramFactor, Matrix, RowProduct
+from curvlab.linalg import Combination, DiagonalFactor, Factor, GramFactor, Matrix, RowProduct, eigh
 from curvlab.linalg.factors import InputFactors, binary_scale, frobenius_norm, squares_in_range
 from curvlab.linalg.inverse import DenseInverse, DiagonalInverse, cholesky_shifted, diagonal_inverse
 from curvlab.measure import device
@@ -167,7 +167,7 @@ class EigenCoordinates(InputCoordinates):
 
     @cached_property
     def _eigen(self) -> tuple[Tensor, Tensor]:
-        return self.gram.remember((self.route, "eigh"), lambda: tuple(torch.linalg.eigh(self.gram.gram)))
+        return self.gram.remember((self.route, "eigh"), lambda: eigh(self.gram.gram))
 
     @cached_property
     def _significant(self) -> Tensor:

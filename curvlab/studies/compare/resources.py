@@ -101,7 +101,7 @@ def usage(pair: Pair, problem: Problem) -> Usage:
 
 def memory(pair: Pair, problem: Problem) -> Usage:
     """The same without operations, whose counting takes as long again (`flops` is 0)."""
-    return _undisturbed(lambda: _tracked(pair, problem))
+    return _undisturbed(lambda: _remembered(pair, problem))
 
 
 def _undisturbed(measure: Callable[[], tuple[Usage, bool]]) -> Usage:
@@ -119,11 +119,17 @@ def _undisturbed(measure: Callable[[], tuple[Usage, bool]]) -> Usage:
 def _counted(pair: Pair, problem: Problem) -> tuple[Usage, bool]:
     with counting() as operations:
         used, disturbed = _tracked(pair, problem)
-    return replace(used, flops=operations.total), disturbed
+    # Outside: on an accelerator the peak takes another run, whose operations are not to be counted too.
+    return replace(used, flops=operations.total, peak_bytes=_peak(pair, problem, used.peak_bytes)), disturbed
+
+
+def _remembered(pair: Pair, problem: Problem) -> tuple[Usage, bool]:
+    used, disturbed = _tracked(pair, problem)
+    return replace(used, peak_bytes=_peak(pair, problem, used.peak_bytes)), disturbed
 
 
 def _tracked(pair: Pair, problem: Problem) -> tuple[Usage, bool]:
-    """The bytes of one run, and whether another thread held some of them."""
+    """The tensor bytes of one run, and whether another thread held some of them."""
     problem = fresh(problem)
     witness = _Witness()
     alive = weakref.ref(witness)
@@ -135,8 +141,7 @@ def _tracked(pair: Pair, problem: Problem) -> tuple[Usage, bool]:
     del kept
     held = tracker.current_bytes - tracker.starting_bytes
     largest = tracker.largest(1)
-    used = Usage(_peak(pair, problem, tracker.peak_bytes), held, 0, largest[0] if largest else None)
-    return used, disturbed
+    return Usage(tracker.peak_bytes, held, 0, largest[0] if largest else None), disturbed
 
 
 class _Witness:

@@ -13,8 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import torch
+
 from curvlab import defaults
 from curvlab.exceptions import SpecError
+from curvlab.measure import device as devices
 from curvlab.measure.environment import environment
 from curvlab.measure.source import source_hash
 from curvlab.problem import Problem
@@ -202,8 +205,7 @@ def _study_row(settings: Settings, rows: _Rows) -> Row:
     for row in rows.rows():
         if row.get("kind") == "study" and row["key"] == settings.study:
             return row
-    problem = build(settings.subject)
-    device = next(problem.model.parameters()).device
+    device, notes = _device_and_notes(settings.subject)
     return {
         "key": settings.study,
         "kind": "study",
@@ -211,8 +213,18 @@ def _study_row(settings: Settings, rows: _Rows) -> Row:
         "source": source_hash(),
         "config": settings.fields(),
         "environment": environment(device) | {"threads": settings.threads},
-        "warnings": problem_notes(problem),
+        "warnings": notes,
     }
+
+
+def _device_and_notes(subject: Setup | Problem) -> tuple[torch.device, list[str]]:
+    """Where the problem is, and what to know of it; one that does not fit is a note, and its rows fail."""
+    try:
+        problem = build(subject)
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        assert isinstance(subject, Setup)  # a problem is there already
+        return devices.resolve(subject.device), [f"The problem does not fit into memory: {error}"]
+    return next(problem.model.parameters()).device, problem_notes(problem)
 
 
 def _measure(

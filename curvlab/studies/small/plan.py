@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from curvlab import defaults
 from curvlab.exceptions import SpecError
+from curvlab.measure import device as devices
 from curvlab.problem import Problem
 from curvlab.providers import Provider
 from curvlab.solvers import Solver
@@ -33,7 +34,7 @@ from curvlab.studies.store import Row
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["FORMS", "bytes_of", "plan", "run_plan"]
+__all__ = ["FORMS", "bytes_of", "plan", "plannable", "run_plan"]
 
 FORMS = defaults.PLAN_FORMS
 COLUMNS = [
@@ -78,8 +79,18 @@ def plan(
     >>> frame[["form", "fits"]].values.tolist()
     [['sample-space', True], ['textbook', False]]
     """
+    subject = plannable(subject) if isinstance(subject, Setup) else subject
     settings = Settings.of(subject, providers=tuple(providers), solvers=tuple(solvers), alpha=alpha)
     return run_plan(settings, forms, memory=memory)
+
+
+def plannable(setup: Setup) -> Setup:
+    """The setup on a device on which it can be planned here: bytes and operations are those of the CPU.
+
+    >>> plannable(Setup(device="xpu:3")).device
+    'cpu'
+    """
+    return replace(setup, device=devices.stand_in(setup.device))
 
 
 def run_plan(

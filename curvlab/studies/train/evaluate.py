@@ -37,7 +37,10 @@ class Score:
 def evaluate(
     model: nn.Module, criterion: Criterion, examples: Examples, communicator: Communicator = LOCAL
 ) -> Score:
-    """The score over all `examples`, a chunk at a time; sums in float64. Several ranks share the examples."""
+    """The score over all `examples`, a chunk at a time. Several ranks share the examples.
+
+    Sums are in float64, and on the host: not every device has it.
+    """
     total = weight = correct = 0.0
     for inputs, targets in _chunks(examples, communicator):
         logits = model(inputs)
@@ -46,10 +49,10 @@ def evaluate(
             logits, targets = terms.logits, terms.targets
         weights = criterion.weights(logits, targets)
         weights = logits.new_ones(len(logits)) if weights is None else weights
-        total += float((weights * criterion.losses(logits, targets)).double().sum())
-        weight += float(weights.double().sum())
+        total += float((weights * criterion.losses(logits, targets)).cpu().double().sum())
+        weight += float(weights.cpu().double().sum())
         if examples.labels is not None:
-            correct += float((logits.argmax(1) == targets).double().sum())
+            correct += float((logits.argmax(1) == targets).sum())
     if communicator.size > 1:
         device = next(model.parameters()).device
         sums = torch.tensor([total, weight, correct], dtype=torch.float64, device=device)

@@ -71,8 +71,8 @@ class Plateau:
                 rows = examples.inputs.rows(indices) if values is None else values[indices]
                 yield rows, torch.ones(len(rows), dtype=dtype, device=rows.device)
 
-        mean = torch.stack([rows.double().sum(0) for rows, _ in targets()]).sum(0) / len(examples)
-        start = mean.cpu() if mean.shape == (outputs,) else torch.zeros(outputs, dtype=torch.float64)
+        mean = torch.stack([rows.cpu().double().sum(0) for rows, _ in targets()]).sum(0) / len(examples)
+        start = mean if mean.shape == (outputs,) else torch.zeros(outputs, dtype=torch.float64)
         return cls._lowest(criterion, targets, start, dtype)
 
     @classmethod
@@ -82,7 +82,7 @@ class Plateau:
         if int(known.sum()) < 2:
             return cls(nan, "the training examples are of one class, so a constant prediction is right")
         frequencies = torch.zeros(outputs, dtype=torch.float64)
-        frequencies[labels[known].cpu()] = (counts[known] / counts[known].sum()).double().cpu()
+        frequencies[labels[known].cpu()] = (counts[known] / counts[known].sum()).cpu().double()
         # A class that does not occur has a finite logit, which a line search can start from.
         start = frequencies.clamp_min(1e-12).log()
         return cls._lowest(criterion, lambda: iter([(labels, counts)]), start, counts.dtype)
@@ -98,10 +98,10 @@ class Plateau:
                 logits = constant.to(rows.device).expand(len(rows), -1)
                 given = criterion.weights(logits, rows)
                 weights = counts if given is None else counts * given
-                total += float((weights * criterion.losses(logits, rows)).double().sum())
-                weight += float(weights.double().sum())
+                total += float((weights * criterion.losses(logits, rows)).cpu().double().sum())
+                weight += float(weights.cpu().double().sum())
                 gradients = weights[:, None] * criterion.gradients(logits, rows)
-                slope += gradients.double().sum(0).cpu().numpy()
+                slope += gradients.cpu().double().sum(0).numpy()
             return (total / weight, slope / weight) if weight else (nan, slope)
 
         with torch.no_grad():

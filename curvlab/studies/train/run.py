@@ -134,7 +134,7 @@ def train(
     [['pch-1 + ea-cg', 0, 'ok'], ['pch-1 + ea-cg', 1, 'ok']]
     """
     communicator = communicator_of(process_group)
-    with ExitStack() as held, torch.random.fork_rng():
+    with ExitStack() as held, devices.random_state_restored(devices.resolve(plan.setup.device)):
         outputs = None if folder is None else _opened(folder, plan, fresh, communicator, held)
         torch.manual_seed(plan.start_seed)
         run = TrainRun(plan, communicator, count_memory)
@@ -459,7 +459,7 @@ class TrainRun:
         return {
             "model": dict(self.model.state_dict()),
             "optimizer": self.stepper.state_dict(),
-            "random": {"cpu": torch.get_rng_state(), "device": _device_random(self.device)},
+            "random": {"cpu": torch.get_rng_state(), "device": devices.random_state(self.device)},
             "epoch": self.epoch,
             "steps": self.steps,
             "closed_seconds": self.closed_seconds,
@@ -476,7 +476,7 @@ class TrainRun:
         self.stepper.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["random"]["cpu"])
         if state["random"]["device"] is not None:
-            torch.get_device_module(self.device).set_rng_state(state["random"]["device"])
+            devices.set_random_state(self.device, state["random"]["device"])
         self.epoch, self.steps, self.closed_seconds = state["epoch"], state["steps"], state["closed_seconds"]
         self.closed_cpu = state["closed_cpu"]
         self.last_loss, self.status = state["last_loss"], state["status"]
@@ -494,7 +494,3 @@ def _scores(train: Score, test: Score) -> dict[str, float]:
         "test_loss": test.loss,
         "test_accuracy": test.accuracy,
     }
-
-
-def _device_random(device: torch.device) -> Tensor | None:
-    return None if device.type == "cpu" else torch.get_device_module(device).get_rng_state()
