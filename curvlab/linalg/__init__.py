@@ -24,6 +24,7 @@ from curvlab.linalg.factors import (
     gram,
     poseig,
     poseig_diagonal,
+    poseig_difference,
 )
 from curvlab.linalg.steps import Combination, Matrix, RowProduct, Step, TensorStep, ViewStep
 from curvlab.linalg.views import MatrixView
@@ -52,4 +53,5 @@ __all__ = [
     "gram",
     "poseig",
     "poseig_diagonal",
+    "poseig_difference",
 ]

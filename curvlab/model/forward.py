@@ -7,6 +7,8 @@ hide uses of weights (see `curvlab.model.decompositions`). What is read is what 
     uses                         each use of each parameter, with a tap that hears its output's gradient
     layers                       the parameters in groups that have blocks (`curvlab.model.layers`)
     chain                        h^t and z^t, where the forward is a chain of Linear layers
+    nodes                        its non-linear functions (`curvlab.model.nodes`); `left_out` names those
+                                 whose own curvature is not known
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from curvlab.model.calling import Inputs, example_count, tensors_of
 from curvlab.model.chain import ChainReader, ReadChain
 from curvlab.model.graph import Network
 from curvlab.model.layers import Chain, Layer, WatchedUses, layers_of
+from curvlab.model.nodes import NonlinearNode
 from curvlab.model.watch import Watch
 
 __all__ = ["Forward", "check_finite", "run_forward"]
@@ -44,6 +47,8 @@ class Forward:
     calls: tuple[str, ...]
     read: ReadChain | None
     no_chain: str
+    nodes: tuple[NonlinearNode, ...]
+    left_out: tuple[str, ...]
 
     @cached_property
     def chain(self) -> Chain | None:
@@ -83,7 +88,9 @@ def run_forward(network: Network, inputs: Inputs, *, sequences_first: bool = Fal
         )
     watched = WatchedUses.of(watch.uses, watch.unknown, network.parameters)
     read, reason = _result(network, reader, logits)
-    return Forward(network, examples, logits, watch.token, watched, tuple(watch.calls), read, reason)
+    finder = watch.finder
+    found = (tuple(finder.nodes), tuple(finder.left_out))
+    return Forward(network, examples, logits, watch.token, watched, tuple(watch.calls), read, reason, *found)
 
 
 def _identities(network: Network) -> set[int]:
