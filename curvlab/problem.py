@@ -53,18 +53,24 @@ __all__ = ["Batch", "Problem", "Reading"]
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """What the first batch has shown of the model: its layers with blocks, and its chain where it is one."""
+    """What the first batch has shown of the model: its layers with blocks, and its chain where it is one.
+
+    `output_layers` names the layers whose output is the logits, `left_out` functions whose own curvature is
+    not known (`curvlab.model.nodes`).
+    """
 
     layers: tuple[Layer, ...]
     chain: Chain | None
     no_chain: str
+    output_layers: frozenset[str] = frozenset()
+    left_out: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, recording: Recording) -> Reading:
         """What one recording shows."""
-        if isinstance(recording, ChainRecording):
-            return cls(recording.layout, recording.chain, "")
-        return cls(recording.layout, None, recording.no_chain)
+        outputs = frozenset(layer.name for layer in recording.output_layers)
+        chain = recording.chain if isinstance(recording, ChainRecording) else None
+        return cls(recording.layout, chain, recording.no_chain, outputs, recording.left_out)
 
 
 class Problem(FullPrecision):
@@ -194,7 +200,7 @@ class Problem(FullPrecision):
             raise ProblemError(
                 f"`{who}` follows a recursion from layer to layer and needs Linear layers in a chain with "
                 f"element-wise activations, but {self.reading.no_chain}. `fisher`, `hessian`, "
-                f"`gauss-newton[kind=rows]` and `gauss-newton[kind=exact]` need no chain"
+                f"`gauss-newton[kind=rows]`, `gauss-newton[kind=exact]` and `pch[kind=rows]` need no chain"
             )
         return self.chain
 

@@ -173,6 +173,13 @@ class Reference:
         top = vectors @ torch.diag(_positive(values, output_gamma)) @ vectors.T
         return self._recursion(top, lambda bend: _positive(bend, gamma))
 
+    def signed_pch(self, gamma: float, output_gamma: float = -1.0) -> list[Tensor]:
+        """The recursion of E[∇²ξ] and of the second-order terms as they are, then PosEig of each block."""
+        signed = self._recursion(self.output_hessian(), lambda bend: bend)
+        gammas = [gamma] * (len(signed) - 1) + [output_gamma]
+        pairs = [(*torch.linalg.eigh(block), one) for block, one in zip(signed, gammas, strict=True)]
+        return [vectors @ torch.diag(_positive(values, one)) @ vectors.T for values, vectors, one in pairs]
+
     def _recursion(self, top: Tensor, diagonal: Callable[[Tensor], Tensor]) -> list[Tensor]:
         blocks = [top]
         for t in range(len(self.linears) - 1, 0, -1):

@@ -269,7 +269,7 @@ def test_matrix_free_curvatures_of_any_model_are_refused_by_other_solvers(solver
         curvlab.solve(solver, curvature, problem.gradient(), alpha=ALPHA)
 
 
-@pytest.mark.parametrize("provider", ["pch-1", "gauss-newton[kind=recursive]"])
+@pytest.mark.parametrize("provider", ["pch[kind=recursive]", "gauss-newton[kind=recursive]"])
 def test_recursions_are_refused_off_the_chain_naming_what_works(provider: str) -> None:
     case: AnyCase = CASES["conv2d"]
     with pytest.raises(CurvlabError, match=r"fisher|rows"):

@@ -36,6 +36,11 @@ def check_all(case: Case) -> None:
     assert_blocks(pch_1, reference.kronecker_blocks(reference.pch(-1.0)))
     assert_blocks(pch_2, reference.kronecker_blocks(reference.pch(0.0)))
     assert_blocks(mixed, reference.kronecker_blocks(reference.pch(-0.3, 0.0)))
+    last, clipped = curvlab.estimate(
+        ["pch[poseig=last]", "pch[gamma=-0.3,output_gamma=0,poseig=last]"], problem
+    )
+    assert_blocks(last, reference.kronecker_blocks(reference.signed_pch(-1.0)))
+    assert_blocks(clipped, reference.kronecker_blocks(reference.signed_pch(-0.3, 0.0)))
     assert_blocks(hessian, reference.hessian_blocks())
     assert_blocks(exact, reference.gauss_newton_blocks())
 
@@ -60,6 +65,15 @@ def test_the_full_hessian_has_its_cross_layer_blocks(case: Case) -> None:
     expected = reference.full_hessian()
     torch.testing.assert_close(hessian.to_dense(), expected, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(hessian.frobenius_norm(), expected.norm(), rtol=1e-10, atol=1e-10)
+
+
+def test_where_poseig_is_taken_matters_and_the_default_is_the_paper_s_order() -> None:
+    problem, _ = Case(widths=(4, 5, 4, 3), loss="robust").build()
+    node, plain, last = curvlab.estimate(["pch[poseig=node]", "pch-1", "pch[poseig=last]"], problem)
+    assert torch.equal(node.to_dense(), plain.to_dense())
+    assert not torch.allclose(node.blocks["0.bias"].to_dense(), last.blocks["0.bias"].to_dense(), rtol=1e-2)
+    output = problem.layers[-1].bias_name
+    assert torch.equal(node.blocks[output].to_dense(), last.blocks[output].to_dense())
 
 
 @given(cases())

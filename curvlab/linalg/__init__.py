@@ -26,6 +26,7 @@ from curvlab.linalg.factors import (
     gram,
     poseig,
     poseig_diagonal,
+    poseig_difference,
 )
 from curvlab.linalg.steps import Combination, Matrix, RowProduct, Step, TensorStep, ViewStep
 from curvlab.linalg.views import MatrixView
@@ -57,4 +58,5 @@ __all__ = [
     "gram",
     "poseig",
     "poseig_diagonal",
+    "poseig_difference",
 ]

@@ -7,6 +7,8 @@ hide uses of weights (see `curvlab.model.decompositions`). What is read is what 
     uses                         each use of each parameter, with a tap that hears its output's gradient
     layers                       the parameters in groups that have blocks (`curvlab.model.layers`)
     chain                        h^t and z^t, where the forward is a chain of Linear layers
+    nodes                        its non-linear functions (`curvlab.model.nodes`); `left_out` names those
+                                 whose own curvature is not known
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from curvlab.model.chain import ChainReader, ReadChain
 from curvlab.model.float_copy import in_float
 from curvlab.model.graph import Network, own_hook
 from curvlab.model.layers import Chain, Layer, WatchedUses, layers_of
+from curvlab.model.nodes import NonlinearNode
 from curvlab.model.watch import Watch, leaves_behind
 
 __all__ = ["Forward", "check_finite", "run_forward"]
@@ -50,6 +53,8 @@ class Forward:
     rows_may_meet: bool
     read: ReadChain | None
     no_chain: str
+    nodes: tuple[NonlinearNode, ...]
+    left_out: tuple[str, ...]
 
     @cached_property
     def chain(self) -> Chain | None:
@@ -92,7 +97,20 @@ def run_forward(network: Network, inputs: Inputs, *, sequences_first: bool = Fal
     watched = WatchedUses.of(watch.uses, watch.unknown, network.parameters)
     read, reason = _result(network, reader, logits)
     way = (tuple(watch.trace.steps), tuple(seen.reading for seen in watch.uses))
-    return Forward(network, examples, logits, watch.token, watched, way, watch.rows_may_meet, read, reason)
+    finder = watch.finder
+    return Forward(
+        network,
+        examples,
+        logits,
+        watch.token,
+        watched,
+        way,
+        watch.rows_may_meet,
+        read,
+        reason,
+        tuple(finder.nodes),
+        tuple(finder.left_out),
+    )
 
 
 def _identities(network: Network) -> set[int]:

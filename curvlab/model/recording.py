@@ -13,7 +13,8 @@ computed when first asked for, and kept.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -29,9 +30,10 @@ from curvlab.model.calling import Inputs, tensors_of
 from curvlab.model.forward import Forward, check_finite, run_forward
 from curvlab.model.graph import Network
 from curvlab.model.layers import Chain, Layer
+from curvlab.model.nodes import NonlinearNode
 from curvlab.model.terms import AllWeightsZeroError, LossTerms
 from curvlab.model.uses import WeightUse
-from curvlab.model.watch import Listener, SeenUse
+from curvlab.model.watch import Listener, SeenUse, listener_of
 from curvlab.staleness import example_hashes
 
 __all__ = [
@@ -141,6 +143,16 @@ class Recording(FullPrecision, ABC):
 
     @property
     @abstractmethod
+    def output_layers(self) -> tuple[Layer, ...]:
+        """The layers of `layout` whose output is the logits."""
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Functions of the forward that are neither piecewise linear nor among its non-linear nodes."""
+        return ()
+
+    @property
+    @abstractmethod
     def layers(self) -> tuple[LayerRecord, ...]:
         """A record for each Linear layer that sees one row per example and has blocks."""
 
@@ -156,6 +168,10 @@ class ChainRecording(Recording):
     @property
     def layout(self) -> tuple[Layer, ...]:
         return tuple(layer for layer in self.chain.layers if layer.selected)
+
+    @property
+    def output_layers(self) -> tuple[Layer, ...]:
+        return tuple(layer for layer in self.chain.layers[-1:] if layer.selected)
 
     @cached_property
     def activation_slopes(self) -> tuple[Tensor, ...]:
@@ -214,11 +230,19 @@ class ChainRecording(Recording):
                 found[record.layer.bias_name] = rows.sum(0)
         return found
 
-    def pullback(self, cotangents: Tensor) -> tuple[Tensor, ...]:
-        """J_iᵀ v for each cotangent v at the logits: (r, m, K) to (r, m, n_t) for each layer of `layers`."""
+    def pullback(
+        self, cotangents: Tensor, at_nodes: Sequence[Tensor | None] | None = None
+    ) -> tuple[Tensor, ...]:
+        """J_iᵀ v for each cotangent v at the logits: (r, m, K) to (r, m, n_t) for each layer of `layers`.
+
+        `at_nodes` are cotangents at the hidden layers' pre-activations, (r, m, n_t), which start there.
+        """
         pulled = [cotangents] if self.chain.layers[-1].selected else []
         for index in range(len(self.chain.layers) - 1, 0, -1):
             cotangents = (cotangents @ self.chain.layers[index].weight) * self.activation_slopes[index - 1]
+            starting = None if at_nodes is None else at_nodes[index - 1]
+            if starting is not None:
+                cotangents = cotangents + starting
             if self.chain.layers[index - 1].selected:
                 pulled.append(cotangents)
         return tuple(pulled[::-1])
@@ -248,6 +272,19 @@ class GraphRecording(Recording):
     @property
     def layout(self) -> tuple[Layer, ...]:
         return self.forward.layers
+
+    @property
+    def output_layers(self) -> tuple[Layer, ...]:
+        last = listener_of(self.forward.logits)
+        return tuple(
+            layer
+            for layer in self.layout
+            if layer.roles and any(seen.listener is last for seen in self.weight_uses(layer))
+        )
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        return self.forward.left_out
 
     @property
     def no_chain(self) -> str:
@@ -283,36 +320,60 @@ class GraphRecording(Recording):
         """The uses of a layer's weight."""
         return self.forward.watched.direct[str(layer.weight_name)]
 
-    def backward(self, cotangent: Tensor, hear: HearWeight) -> dict[str, Tensor]:
+    def backward(
+        self, cotangent: Tensor, hear: HearWeight, at_nodes: Mapping[NonlinearNode, Tensor] | None = None
+    ) -> dict[str, Tensor]:
         """One backward pass from a cotangent at the logits, in the shape of the model's own.
 
         `hear(layer, use, gradient)` is told what arrives at the output of each use of a weight, as it
-        arrives; nothing is held. Returns the gradients of every example for the plain parameters,
-        {name: (examples, *shape)}.
+        arrives; nothing is held. `at_nodes` are cotangents at the inputs of non-linear nodes, which start
+        there. Returns the gradients of every example for the plain parameters, {name: (examples, *shape)}.
         """
+        at_nodes = at_nodes or {}
         found: dict[str, Tensor] = {}
         made: dict[int, tuple[Tensor, Tensor]] = {}
         for listener, uses in self._calls.items():
             listener.receive = partial(self._receive, uses, hear, found, made)
         try:
-            with torch.inference_mode(False), torch.enable_grad():
-                torch.autograd.grad(
-                    self.forward.logits,
-                    [self.forward.token],
-                    cotangent,
-                    retain_graph=True,
-                    allow_unused=True,
-                )
+            with torch.inference_mode(False), torch.enable_grad(), _starting(at_nodes):
+                self._send_back(cotangent)
         finally:
             for listener in self._calls:
                 listener.receive = None
         with torch.inference_mode(False), torch.enable_grad():
             self._carry_back(made, found)
-            self._one_by_one(cotangent, found)
+            self._one_by_one(cotangent, at_nodes, found)
         for name, parameter in self._plain.items():
             if name not in found:
                 found[name] = parameter.new_zeros(self.examples, *parameter.shape)
         return found
+
+    def _send_back(self, cotangent: Tensor) -> None:
+        torch.autograd.grad(
+            self.forward.logits, [self.forward.token], cotangent, retain_graph=True, allow_unused=True
+        )
+
+    def node_curvatures(self) -> tuple[Tensor, ...]:
+        """M̄ of every non-linear node, the mean of its local Hessians over examples and positions.
+
+        It is (G, n) where they are diagonal and (G, n, n) where not, for G groups of n units.
+        """
+        found: dict[NonlinearNode, Tensor] = {}
+
+        def listen(node: NonlinearNode, gradient: Tensor) -> None:
+            with torch.no_grad():
+                found[node] = node.mean_curvature(gradient, self.row_weights)
+
+        nodes = self.forward.nodes
+        for node in nodes:
+            node.receive = partial(listen, node)
+        try:
+            with torch.inference_mode(False), torch.enable_grad():
+                self._send_back(self.terms.gradient_cotangent())
+        finally:
+            for node in nodes:
+                node.receive = None
+        return tuple(found[node] if node in found else node.no_curvature() for node in nodes)
 
     @torch.no_grad()
     def _receive(
@@ -383,7 +444,9 @@ class GraphRecording(Recording):
                 stacked = torch.stack(values).detach()
                 found[name] = stacked if name not in found else found[name] + stacked
 
-    def _one_by_one(self, cotangent: Tensor, found: dict[str, Tensor]) -> None:
+    def _one_by_one(
+        self, cotangent: Tensor, at_nodes: Mapping[NonlinearNode, Tensor], found: dict[str, Tensor]
+    ) -> None:
         """Parameters that were used in ways curvlab does not know: one backward pass for each example."""
         names = [name for name in self._plain if name in self.forward.watched.unknown]
         if not names:
@@ -393,9 +456,10 @@ class GraphRecording(Recording):
         for index in range(self.examples):
             alone = torch.zeros_like(cotangent)
             alone[index] = cotangent[index]
-            gradients = torch.autograd.grad(
-                self.forward.logits, parameters, alone, retain_graph=True, allow_unused=True
-            )
+            with _starting({node: node.rows.only(value, index) for node, value in at_nodes.items()}):
+                gradients = torch.autograd.grad(
+                    self.forward.logits, parameters, alone, retain_graph=True, allow_unused=True
+                )
             pieces.append(
                 [torch.zeros_like(p) if g is None else g for g, p in zip(gradients, parameters, strict=True)]
             )
@@ -475,6 +539,18 @@ class GraphRecording(Recording):
         use = self.weight_uses(layer)[0].use
         assert use is not None
         return use.inputs
+
+
+@contextmanager
+def _starting(at_nodes: Mapping[NonlinearNode, Tensor]) -> Iterator[None]:
+    """Let the backward passes inside start at the inputs of non-linear nodes, too."""
+    for node, value in at_nodes.items():
+        node.cotangent = value
+    try:
+        yield
+    finally:
+        for node in at_nodes:
+            node.cotangent = None
 
 
 def _shape_of(parameter: Tensor, rows: tuple[int, int] | None) -> tuple[int, ...]:

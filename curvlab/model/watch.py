@@ -28,9 +28,10 @@ from curvlab.model.call_trace import CallTrace, rows_may_meet
 from curvlab.model.chain import ChainReader
 from curvlab.model.decompositions import DECOMPOSITIONS, NotDecomposedError
 from curvlab.model.double_backward import refuse_reentrant_checkpoint
+from curvlab.model.nodes import NodeFinder
 from curvlab.model.uses import Use
 
-__all__ = ["Listener", "ParameterView", "SeenUse", "Watch", "leaves_behind"]
+__all__ = ["Listener", "ParameterView", "SeenUse", "Watch", "leaves_behind", "listener_of"]
 
 # Questions about a tensor that compute nothing: the way that a forward takes is made of the other calls.
 QUESTIONS = frozenset(
@@ -145,6 +146,7 @@ class Watch(TorchFunctionMode):
         self.unknown: list[tuple[Tensor, str]] = []
         self.trace = CallTrace(parameters)
         self.rows_may_meet = False
+        self.finder = NodeFinder(examples, sequences_first)
 
     def __torch_function__(
         self,
@@ -213,6 +215,10 @@ class Watch(TorchFunctionMode):
     ) -> Any:
         self.rows_may_meet |= rows_may_meet(func, args, kwargs, self._examples, self._depends)
         overwritten = None if self._reader is None else self._reader.before(func, args, kwargs)
+        node = None
+        if torch.is_grad_enabled():
+            varying = [tensor for tensor in given if tensor.requires_grad and not self._is_constant(tensor)]
+            node = self.finder.before(func, args, kwargs, varying)
         output = func(*args, **kwargs)
         if torch.is_grad_enabled():
             bind = bindings().get(func)
@@ -228,6 +234,8 @@ class Watch(TorchFunctionMode):
                 ]
         else:
             refuse_reentrant_checkpoint(args, kwargs)
+        if node is not None and _differentiable(output):
+            output.register_hook(node.hear)
         if self._reader is not None:
             self._reader.follow(func, args, kwargs, output, overwritten)
         return output
@@ -339,6 +347,18 @@ class Watch(TorchFunctionMode):
 # Attention of given queries, keys and values hides no weight: torch's own kernels take less memory.
 HIDING = frozenset(DECOMPOSITIONS) - {torch.nn.functional.scaled_dot_product_attention}
 SPREADING = frozenset({Tensor.expand, Tensor.expand_as, Tensor.repeat})
+
+
+RESHAPING = ("View", "Permute", "Transpose", "Squeeze", "Unsqueeze", "Reshape", "Alias", "Clone")
+
+
+def listener_of(tensor: Tensor) -> Listener | None:
+    """What hears the gradient at a tensor that is a tapped function's output, perhaps in another shape."""
+    function = tensor.grad_fn
+    while function is not None and any(function.name().startswith(word) for word in RESHAPING):
+        function = function.next_functions[0][0]
+    found: Listener | None = getattr(function, "listener", None)
+    return found
 
 
 def leaves_behind(tensor: Tensor) -> list[Tensor]:

@@ -32,11 +32,21 @@ from curvlab.model.graph import Network
 from curvlab.model.layers import Layer
 from curvlab.model.recording import Recording
 from curvlab.problem import Problem
+from curvlab.providers.sides import Sides
 from curvlab.providers.statistics import Inputs, OutputProducts, Statistic, Values, input_statistic
 from curvlab.registry import INTERFACE
 from curvlab.staleness import Versions, change_message
 
-__all__ = ["INPUTS", "Context", "ProblemSnapshot", "Provider", "kronecker_layers", "row_layers", "side_notes"]
+__all__ = [
+    "INPUTS",
+    "Context",
+    "ProblemSnapshot",
+    "Provider",
+    "factor_layers",
+    "kronecker_layers",
+    "row_layers",
+    "side_notes",
+]
 
 INPUTS = Inputs()
 
@@ -138,15 +148,21 @@ def row_layers(
     context: Context, products: OutputProducts
 ) -> tuple[tuple[LayerCurvature, ...], tuple[str, ...]]:
     """The layers whose output sides a statistic of rows gives, and what is to be said of them."""
-    factors = context.factors(products)
-    if products.sides is not None and products.sides.diagonal:
+    return factor_layers(context, context.factors(products), products.sides)
+
+
+def factor_layers(
+    context: Context, factors: Sequence[Factor], sides: Sides | None
+) -> tuple[tuple[LayerCurvature, ...], tuple[str, ...]]:
+    """The layers with output sides in the order of `OutputSums`, and what is to be said of them."""
+    if sides is not None and sides.diagonal:
         names = [name for layer in context.layers for name in layer.names]
         parameters = context.network.parameters
         return tuple(
             PlainLayer(name, tuple(parameters[name].shape), factor)
             for name, factor in zip(names, factors, strict=True)
         ), ()
-    layers = kronecker_layers(context, factors, input_statistic(products.sides))
+    layers = kronecker_layers(context, factors, input_statistic(sides))
     return layers, side_notes(layers)
 
 

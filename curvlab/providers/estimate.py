@@ -138,12 +138,21 @@ def _named(spec: str | Provider) -> tuple[str, Provider]:
 
 
 def _means(problem: Problem, wanted: Sequence[Statistic]) -> dict[Statistic, Values]:
-    """The means of all `wanted` statistics over all rows, from one pass."""
-    means = Means(wanted)
-    if wanted:
+    """The means of all `wanted` statistics over all rows, from one pass; what they need, before it."""
+    values: dict[Statistic, Values] = {}
+    for stage in _stages(wanted):
+        means = Means([statistic.bound(values) for statistic in stage])
         for recording in problem.recordings():
             means.add(recording)
-    return means.values()
+        values |= means.values()
+    return values
+
+
+def _stages(wanted: Sequence[Statistic]) -> list[tuple[Statistic, ...]]:
+    """What is needed first, and then the rest."""
+    first = tuple({needed: None for statistic in wanted for needed in statistic.needs})
+    rest = tuple(statistic for statistic in wanted if statistic not in first)
+    return [stage for stage in (first, rest) if stage]
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,20 +174,21 @@ def estimate_jointly(
 ) -> Estimates:
     """What the providers make of all ranks' rows, with the gradient and the loss if asked for.
 
-    It takes one exchange. Every rank must make this call, with the same providers and `settings`.
+    It takes one exchange, and one before it where some statistics need the means of others. Every rank must
+    make this call, with the same providers and `settings`.
     """
     versions = problem.versions
-    joined = problem.join(
-        communicator,
-        chosen.statistics,
-        Means,
-        gradient=gradient,
-        loss=loss,
-        settings={"the providers": [provider for _, provider in chosen.named], **(settings or {})},
-    )
+    agreed = {"the providers": [provider for _, provider in chosen.named], **(settings or {})}
+    *before, last = _stages(chosen.statistics) or [()]
+    means: dict[Statistic, Values] = {}
+    for stage in before:
+        found = problem.join(communicator, stage, Means, settings=agreed)
+        means |= {statistic: found.values[statistic] for statistic in stage}
+    bound = [statistic.bound(means) for statistic in last]
+    joined = problem.join(communicator, bound, Means, gradient=gradient, loss=loss, settings=agreed)
     assert joined.share is not None
     own = problem if joined.share else problem.empty_like()
-    means = {statistic: joined.values[statistic] for statistic in chosen.statistics}
+    means |= {statistic: joined.values[statistic] for statistic in last}
     # What is made of one rank's own rows (matrix-free blocks) may fail there alone.
     made = agree(
         communicator,

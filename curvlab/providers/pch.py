@@ -1,30 +1,52 @@
-"""PCH, the positive-curvature Hessian: the exact recursion's mean, made positive semi-definite.
+"""PCH, the positive-curvature Hessian: the Hessian's layer blocks, made positive semi-definite.
+
+On a chain of Linear layers by the paper's recursion, with an expectation at every layer:
 
     B^k = PosEig_{γ_out}(E[∇²ξ(h^k)])
     B^{t-1} = (Wᵀ B^t W) ⊙ E[σ'σ'ᵀ] + diag(PosEig_γ(E[σ'' ⊙ (Wᵀ g^t)]))
 
 γ = -1 takes absolute values (PCH-1), γ = 0 clips (PCH-2). The output layer has a γ of its own, -1 in
-both: the paper's tables show no error there for either. Where every activation is piecewise linear
-and the criterion convex, PCH is Gauss-Newton: that is the same recursion (`recurse`) without PosEig and
-without the diagonal term.
+both: the paper's tables show no error there for either. That is `poseig=node`, PosEig at every step. With
+`poseig=last` the recursion stays signed, and PosEig is taken once, of each layer's own block:
+
+    S^k = E[∇²ξ(h^k)],  S^{t-1} = (Wᵀ S^t W) ⊙ E[σ'σ'ᵀ] + diag(E[σ'' ⊙ (Wᵀ g^t)])
+    B^k = PosEig_{γ_out}(S^k),  B^t = PosEig_γ(S^t)
+
+On any other network (`kind=rows`) by signed curvature propagation (`curvlab.providers.propagation`): rows v⁺
+and v⁻ with E[v⁺v⁺ᵀ] - E[v⁻v⁻ᵀ] the block of the Hessian with mean second-order terms. PosEig is taken of a
+layer's own block, in the space of its rows (`last`), or of ∇²ξ and of every term before the rows are made
+(`node`).
+
+Where every activation is piecewise linear and the criterion convex, PCH is Gauss-Newton: the same recursion
+(`recurse`) without PosEig and without the diagonal term, or the same rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import Literal
 
 from torch import Tensor
 
 from curvlab.curvature import Curvature, Definiteness
 from curvlab.exceptions import SpecError
-from curvlab.linalg import DenseFactor, congruence, poseig, poseig_diagonal
+from curvlab.linalg import DenseFactor, Factor, congruence, poseig, poseig_diagonal, poseig_difference
 from curvlab.model.layers import Chain
 from curvlab.problem import Problem
-from curvlab.providers.base import INPUTS, Context, Provider, kronecker_layers
-from curvlab.providers.statistics import OutputHessian, SecondOrderTerms, SlopeProducts, Statistic
-from curvlab.specs import check_choices
+from curvlab.providers.base import INPUTS, Context, Provider, factor_layers, kronecker_layers
+from curvlab.providers.fisher import RowFields
+from curvlab.providers.propagation import NODE_CURVATURES, PropagatedCurvature
+from curvlab.providers.sides import side_count
+from curvlab.providers.statistics import (
+    OutputHessian,
+    SecondOrderTerms,
+    SlopeProducts,
+    Statistic,
+    input_statistic,
+    sides_for,
+)
 
 __all__ = ["OUTPUT_HESSIAN", "PCH", "SLOPE_PRODUCTS", "recurse"]
 
@@ -34,37 +56,112 @@ SECOND_ORDER_TERMS = SecondOrderTerms()
 
 
 @dataclass(frozen=True)
-class PCH(Provider):
-    """The Hessian's recursion with negative curvature multiplied by gamma ≤ 0.
+class PCH(RowFields):
+    """The Hessian's layer blocks with negative curvature multiplied by gamma ≤ 0.
 
-    >>> PCH(gamma=0.0)
-    PCH(gamma=0.0, output_gamma=-1.0)
+    Args:
+        kind: `recursive`, the paper's, on chains of Linear layers; `rows` on any model; `auto` is the first
+            where it can be.
+        gamma: what negative eigenvalues are multiplied by; -1 takes absolute values, 0 clips.
+        output_gamma: the same at the output layer (`poseig=node`: for ∇²ξ).
+        poseig: where that is done: at every `node`, as in the paper, or `last`, once for each layer's block;
+            `auto` is `node` for the recursion and `last` for rows.
+        samples: for `rows`, how many draws of random signs go back, or `all` for every column by itself.
+
+    >>> PCH(gamma=0.0).kind
+    'auto'
     """
 
+    kind: Literal["auto", "recursive", "rows"] = "auto"
     gamma: float = -1.0
     output_gamma: float = -1.0
+    poseig: Literal["auto", "node", "last"] = "auto"
+    samples: int | Literal["all"] = 1
 
     def __post_init__(self) -> None:
-        check_choices(self)
+        super().__post_init__()
         for field in ("gamma", "output_gamma"):
             if not -inf < getattr(self, field) <= 0:
                 raise SpecError(
                     f"{field}={getattr(self, field)} must be finite and at most 0: it multiplies "
                     f"negative eigenvalues (-1 takes absolute values, 0 clips)"
                 )
+        if self.samples != "all" and self.samples < 1:
+            raise SpecError(f"samples={self.samples}: expected `all` or a number of at least 1")
+        if self.kind == "recursive" and self.structure != "kronecker":
+            raise SpecError(
+                f"structure={self.structure} does not go with kind=recursive; it does with kind=rows"
+            )
+
+    def resolve(self, problem: Problem) -> str:
+        """The kind on this problem."""
+        if self.kind != "auto":
+            return self.kind
+        return "recursive" if problem.chain is not None and self.structure == "kronecker" else "rows"
+
+    def check(self, problem: Problem, name: str) -> None:
+        if self.kind == "recursive":
+            problem.require_chain(name)
+
+    def for_mean_input(self, problem: Problem) -> Provider:
+        return self if self.resolve(problem) == "recursive" else super().for_mean_input(problem)
+
+    def products(self, problem: Problem) -> PropagatedCurvature:
+        """The statistic that gives the output sides of the kind `rows`."""
+        drawn = None if self.samples == "all" else self.samples
+        at_nodes = (self.gamma, self.output_gamma) if self.poseig == "node" else None
+        return PropagatedCurvature(sides_for(self.sides, problem), drawn, self.seed, at_nodes)
 
     def statistics(self, problem: Problem) -> tuple[Statistic, ...]:
-        return (INPUTS, OUTPUT_HESSIAN, SLOPE_PRODUCTS, SECOND_ORDER_TERMS)
+        if self.resolve(problem) == "recursive":
+            return (INPUTS, OUTPUT_HESSIAN, SLOPE_PRODUCTS, SECOND_ORDER_TERMS)
+        products = self.products(problem)
+        inputs = () if self.structure == "diagonal" else (input_statistic(products.sides),)
+        return (*inputs, products)
 
     def curvature(self, context: Context, name: str) -> Curvature:
+        if self.resolve(context.problem) == "recursive":
+            return self._recursive(context, name)
+        problem = context.problem
+        products = self.products(problem).bound(context.means)
+        signed = products.signed(bool(problem.criterion.convex))
+        factors = context.factors(products)
+        outputs = list(self._positive_sides(problem, factors)) if signed else factors
+        layers, notes = factor_layers(context, outputs, products.sides)
+        return Curvature(
+            name,
+            problem.criterion.name,
+            layers,
+            Definiteness(True, "by PosEig"),
+            notes=(*self._propagation_notes(context), *self.row_notes(problem), *notes),
+            structure=self.structure,
+        )
+
+    def _positive_sides(self, problem: Problem, factors: Sequence[Factor]) -> Iterator[Factor]:
+        """PosEig of each side of v⁺ minus that of v⁻; a layer whose output is the logits has γ_out."""
+        pairs = iter(zip(factors[: len(factors) // 2], factors[len(factors) // 2 :], strict=True))
+        for layer in problem.layers:
+            gamma = self.output_gamma if layer.name in problem.reading.output_layers else self.gamma
+            count = len(layer.names) if self.structure == "diagonal" else side_count(layer)
+            for _ in range(count):
+                plus, minus = next(pairs)
+                yield poseig_difference(plus, minus, gamma)
+
+    def _propagation_notes(self, context: Context) -> Iterator[str]:
+        problem, nodes = context.problem, context.tensors(NODE_CURVATURES)
+        if self.samples != "all":
+            yield f"of {self.samples} draw{'s' if self.samples > 1 else ''} of random signs per example"
+        if problem.criterion.convex and not any(bool(node.any()) for node in nodes):
+            yield "equals Gauss-Newton here: every activation is piecewise linear"
+        if problem.reading.left_out:
+            functions = ", ".join(f"`{function}`" for function in problem.reading.left_out)
+            yield f"without the own curvature of {functions}: Gauss-Newton there"
+
+    def _recursive(self, context: Context, name: str) -> Curvature:
         chain = context.problem.require_chain(name)
         criterion = context.problem.criterion
-        (output,) = context.tensors(OUTPUT_HESSIAN)
-        # Where the criterion is convex the mean is PSD already: PosEig would only add rounding.
-        top = output if criterion.convex else poseig(output, self.output_gamma)
-        diagonals = [poseig_diagonal(term, self.gamma) for term in context.tensors(SECOND_ORDER_TERMS)]
-        outputs = recurse(chain, top, context.tensors(SLOPE_PRODUCTS), diagonals)
         same = bool(criterion.convex) and all(a.piecewise_linear for a in chain.activations)
+        outputs = self._signed(context, chain) if self.poseig == "last" else self._positive(context, chain)
         return Curvature(
             name,
             criterion.name,
@@ -72,6 +169,25 @@ class PCH(Provider):
             Definiteness(True, "by PosEig"),
             notes=("equals Gauss-Newton here: every activation is piecewise linear",) if same else (),
         )
+
+    def _positive(self, context: Context, chain: Chain) -> list[DenseFactor]:
+        """PosEig at every step of the recursion."""
+        (output,) = context.tensors(OUTPUT_HESSIAN)
+        top = self._output_block(context, output)
+        diagonals = [poseig_diagonal(term, self.gamma) for term in context.tensors(SECOND_ORDER_TERMS)]
+        return recurse(chain, top, context.tensors(SLOPE_PRODUCTS), diagonals)
+
+    def _signed(self, context: Context, chain: Chain) -> list[DenseFactor]:
+        """The recursion as it is, and PosEig of each block that comes out."""
+        (output,) = context.tensors(OUTPUT_HESSIAN)
+        terms = context.tensors(SECOND_ORDER_TERMS)
+        signed = [factor.matrix for factor in recurse(chain, output, context.tensors(SLOPE_PRODUCTS), terms)]
+        top = [self._output_block(context, signed.pop())] if chain.layers[-1].selected else []
+        return [DenseFactor(block) for block in [*(poseig(one, self.gamma) for one in signed), *top]]
+
+    def _output_block(self, context: Context, block: Tensor) -> Tensor:
+        """PosEig of E[∇²ξ]; where the criterion is convex it is PSD, and PosEig would only add rounding."""
+        return block if context.problem.criterion.convex else poseig(block, self.output_gamma)
 
 
 def recurse(

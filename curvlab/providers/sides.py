@@ -16,7 +16,7 @@ where columns and rows both exceed `max_factor` it is diagonal.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from math import prod
@@ -29,6 +29,7 @@ from curvlab.exceptions import StaleError
 from curvlab.linalg import DenseFactor, Factor, GramFactor
 from curvlab.linalg.factors import DiagonalFactor, InputFactors, gram
 from curvlab.model.layers import Layer, MatrixRole, view_of_use
+from curvlab.model.nodes import NonlinearNode
 from curvlab.model.recording import GraphRecording
 from curvlab.model.uses import EmbeddingUse, WeightUse
 from curvlab.model.watch import SeenUse
@@ -45,9 +46,11 @@ __all__ = [
     "check_not_overwritten",
     "diagonal_beyond",
     "input_sides",
+    "side_count",
 ]
 
 Sharing = Literal["expand", "reduce"]
+AtNodes = Mapping[NonlinearNode, Tensor] | None
 MAX_FACTOR = 8192
 
 
@@ -311,6 +314,13 @@ def _inside(index: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
     return (index - first).clamp(0, count - 1), (index >= first) & (index < first + count)
 
 
+def side_count(layer: Layer) -> int:
+    """How many factors `OutputSums` has of a layer."""
+    if layer.kind in ("linear", "plain"):
+        return 1
+    return sum(len(role.parts) for role in layer.roles) + (layer.kind == "shared")
+
+
 class OutputSums:
     """The output sides of all layers, from one backward pass after the other.
 
@@ -347,8 +357,8 @@ class OutputSums:
         """Whether a role's rows are those of examples; rows that are looked up stay apart."""
         return self.sides.sharing == "reduce" and not role.lookup
 
-    def add_pass(self, cotangent: Tensor, weight: float = 1.0) -> None:
-        """One backward pass; its rows count with `weight`."""
+    def add_pass(self, cotangent: Tensor, weight: float = 1.0, at_nodes: AtNodes = None) -> None:
+        """One backward pass, from cotangents at the logits and at nodes; its rows count with `weight`."""
         recording = self.recording
         root = recording.sqrt_row_weights * weight**0.5
         sums: dict[tuple[Layer, int], Tensor] = {}
@@ -359,7 +369,7 @@ class OutputSums:
                 return
             self._add_rows(layer, self._placed[seen], gradient, root, sums)
 
-        plain = recording.backward(cotangent, hear)
+        plain = recording.backward(cotangent, hear, at_nodes)
         for layer in recording.layout:
             if layer.kind == "plain" and layer.bias_name is not None:
                 rows = plain[layer.bias_name]
@@ -427,8 +437,8 @@ class DiagonalSums:
             for name in layer.names
         }
 
-    def add_pass(self, cotangent: Tensor, weight: float = 1.0) -> None:
-        """One backward pass; its squares count with `weight`."""
+    def add_pass(self, cotangent: Tensor, weight: float = 1.0, at_nodes: AtNodes = None) -> None:
+        """One backward pass, from cotangents at the logits and at nodes; its squares count with `weight`."""
         recording, share = self.recording, self.recording.row_weights * weight
         held: dict[str, Tensor] = {}
 
@@ -448,7 +458,7 @@ class DiagonalSums:
                 shape = shape if view.rows is None else (view.rows[1] - view.rows[0], *shape[1:])
                 self._hold(held, layer.weight_name, view.rows, use.example_gradients(gradient, shape))
 
-        held |= recording.backward(cotangent, hear) | held
+        held |= recording.backward(cotangent, hear, at_nodes) | held
         for name, rows in held.items():
             self.totals[name] += torch.tensordot(share, rows.square(), 1)
 

@@ -16,7 +16,7 @@ Random draws (labels, signs, positions) are keyed by the example's content: see 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -78,6 +78,15 @@ class Statistic(ABC):
     def row_factor(self) -> RowFactor | None:
         """Which factor of the weights' gradients its rows are; None: neither."""
         return None
+
+    @property
+    def needs(self) -> tuple[Statistic, ...]:
+        """Statistics whose means over all batches and ranks this one reads: they take a pass before it."""
+        return ()
+
+    def bound(self, values: Mapping[Statistic, Values]) -> Statistic:
+        """The same statistic (it compares equal) with the means of what it `needs`."""
+        return self
 
     @abstractmethod
     def of(self, recording: Recording) -> Values:
@@ -209,11 +218,7 @@ class OutputProducts(Statistic):
 
     def _sums(self, recording: Recording, cotangents: list[Cotangents]) -> tuple[Factor, ...]:
         if isinstance(recording, ChainRecording):
-            products = _chain_products(recording, cotangents)
-            if self.sides is not None and self.sides.diagonal:
-                return _chain_diagonals(recording, products)
-            limit = MAX_FACTOR if self.sides is None else self.sides.max_factor
-            return tuple(diagonal_beyond(product, limit) for product in products)
+            return chain_sides(recording, _chain_products(recording, cotangents), self.sides)
         assert isinstance(recording, GraphRecording)
         terms = recording.terms
         each = [1 if one.share_passes else terms.per_example for one in cotangents]
@@ -222,7 +227,8 @@ class OutputProducts(Statistic):
         sums: OutputSums | DiagonalSums
         sums = DiagonalSums(recording) if sides.diagonal else OutputSums(recording, sides, passes)
         for one in cotangents:
-            for within in _passes_of(one, terms.per_example):
+            each_pass = [one.within] if one.share_passes else passes_of(one.within, terms.per_example)
+            for within in each_pass:
                 for cotangent in one.stack:
                     sums.add_pass(terms.as_logits(cotangent, within), one.weight)
         return sums.factors()
@@ -231,14 +237,21 @@ class OutputProducts(Statistic):
 MOST_PASSES = 1000
 
 
-def _passes_of(cotangents: Cotangents, terms: int) -> Iterator[Tensor]:
-    """The weights inside the examples, for one pass after the other."""
-    if cotangents.share_passes:
-        yield cotangents.within
-        return
+def chain_sides(
+    recording: ChainRecording, products: tuple[GramFactor, ...], sides: Sides | None
+) -> tuple[Factor, ...]:
+    """The output sides of a chain's layers, from their rows."""
+    if sides is not None and sides.diagonal:
+        return _chain_diagonals(recording, products)
+    limit = MAX_FACTOR if sides is None else sides.max_factor
+    return tuple(diagonal_beyond(product, limit) for product in products)
+
+
+def passes_of(within: Tensor, terms: int) -> Iterator[Tensor]:
+    """The weights inside the examples, for one pass per term."""
     for term in range(terms):
-        alone = torch.zeros_like(cotangents.within)
-        alone[:, term] = cotangents.within[:, term]
+        alone = torch.zeros_like(within)
+        alone[:, term] = within[:, term]
         yield alone
 
 
@@ -425,6 +438,12 @@ class TensorMean:
         if self.weight is None:
             self.first, self.weight = value, weight
             return
+        held = self.total if self.first is None else self.first
+        if held is not None and held.shape != value.shape:
+            raise ProblemError(
+                f"the batches give means of different shapes, {tuple(held.shape)} and {tuple(value.shape)}: "
+                f"use batches of one size"
+            )
         if self.first is not None:
             self.total, self.first = self.first * self.weight, None
         assert self.total is not None

@@ -117,6 +117,8 @@ def _task(settings: Settings, kind: Kind, choice: dict[str, Any], scene: Scene) 
     of = {what: names[what].identity(spec) if what in names else spec for what, spec in choice.items()}
     key = settings.key(kind, **of, **scene.fields())
     shown = {what: names[what].label(spec) if what in names else spec for what, spec in choice.items()}
+    if "control" in choice:
+        shown |= {"provider": choice["control"], "solver": ""}  # rows of the store have both
     head = head_of(settings, kind, key) | shown | scene.fields()
     return Task(kind, settings, head, **choice, scene=scene)
 

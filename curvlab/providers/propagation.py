@@ -1,0 +1,224 @@
+"""Signed curvature propagation: rows whose second moments are a layer's block of the Hessian, on any graph.
+
+The Hessian at a layer's output is the Gauss-Newton matrix of the network whose outputs are the logits and the
+inputs u_n of its non-linear nodes (`curvlab.model.nodes`), with output curvature blockdiag(∇²ξ, M_1, …, M_N).
+With the nodes' means M̄_n over examples and positions, split as ∇²ξ_i = L⁺L⁺ᵀ - L⁻L⁻ᵀ, M̄_n = N⁺N⁺ᵀ - N⁻N⁻ᵀ,
+and independent random signs ε, one backward pass starts from all of them at once:
+
+    v^± = Jᵀ L^± ε_0 + Σ_n J_nᵀ N^±_n ε_n
+    E[v⁺v⁺ᵀ] - E[v⁻v⁻ᵀ] = E[Jᵀ ∇²ξ J + Σ_n J_nᵀ M̄_n J_n]
+
+`PropagatedCurvature` gives the sides of v⁺ and of v⁻ apart, so that PosEig can be taken of their difference
+after the mean over all batches and ranks; or, with `gammas`, of one v with L⁻ scaled by √|γ_out| and N⁻ by
+√|γ|: PosEig at the nodes. Signs are keyed by the content of the example. Without draws every column is a
+pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from curvlab.exceptions import ProblemError
+from curvlab.linalg import Factor, GramFactor
+from curvlab.model.nodes import CurvatureRoot
+from curvlab.model.recording import ChainRecording, GraphRecording, Recording
+from curvlab.providers.draws import draw_signs
+from curvlab.providers.sides import DiagonalSums, OutputSums, Sides
+from curvlab.providers.statistics import (
+    MOST_PASSES,
+    CurvatureProducts,
+    Statistic,
+    Values,
+    chain_sides,
+    passes_of,
+)
+
+__all__ = ["NODE_CURVATURES", "NodeCurvatures", "PropagatedCurvature"]
+
+NODES = 1 << 20  # streams of signs apart from those of the logits
+
+
+@dataclass(frozen=True)
+class NodeCurvatures(Statistic):
+    """M̄_n of every non-linear node: (G, n) where it is diagonal, (G, n, n) where not."""
+
+    def of(self, recording: Recording) -> Values:
+        if isinstance(recording, ChainRecording):
+            weights = recording.row_weights
+            pairs = zip(recording.activation_slopes, recording.second_order_terms, strict=True)
+            return tuple(
+                weights.new_zeros(1, slope.shape[1]) if term is None else (weights @ term)[None]
+                for slope, term in pairs
+            )
+        assert isinstance(recording, GraphRecording)
+        return recording.node_curvatures()
+
+
+NODE_CURVATURES = NodeCurvatures()
+
+
+@dataclass(frozen=True, eq=False)
+class Start:
+    """What one backward pass starts from: a cotangent of the loss terms, and rows at the nodes by number."""
+
+    logits: Tensor
+    within: Tensor
+    nodes: Mapping[int, Tensor]
+    weight: float
+
+
+@dataclass(frozen=True)
+class PropagatedCurvature(CurvatureProducts):
+    """The output sides of v⁺, and of v⁻ where anything is negative; with `gammas`, (γ, γ_out), of one v.
+
+    `means` are the nodes' M̄ over all batches and ranks: `bound` to them it is the same statistic.
+    """
+
+    gammas: tuple[float, float] | None = None
+    means: tuple[Tensor, ...] = field(default=(), compare=False, repr=False)
+
+    @property
+    def needs(self) -> tuple[Statistic, ...]:
+        return (NODE_CURVATURES,)
+
+    def bound(self, values: Mapping[Statistic, Values]) -> PropagatedCurvature:
+        return replace(self, means=cast(tuple[Tensor, ...], values[NODE_CURVATURES]))
+
+    @cached_property
+    def _roots(self) -> tuple[tuple[CurvatureRoot, CurvatureRoot], ...]:
+        return tuple(CurvatureRoot.split(mean) for mean in self.means)
+
+    def signed(self, convex: bool) -> bool:
+        """Whether there are sides of v⁻; the same on all batches and ranks."""
+        return self.gammas is None and (not convex or any(not minus.zero for _, minus in self._roots))
+
+    def of(self, recording: Recording) -> Values:
+        if self.gammas is not None:
+            positive, negative = self._starts(recording)
+            return self._sums_of(recording, [*positive, *negative] if self.samples is None else positive)
+        groups = self._starts(recording)
+        wanted = groups if self.signed(bool(recording.criterion.convex)) else groups[:1]
+        return tuple(side for group in wanted for side in self._sums_of(recording, group))
+
+    def _starts(self, recording: Recording) -> tuple[list[Start], list[Start]]:
+        """The passes of both signs; with `gammas` a draw is one pass for both, in the first list."""
+        if self.samples is None:
+            self._check_passes(recording)
+            return self._columns(recording)
+        within, weight = recording.terms.within.sqrt(), 1 / self.samples
+        groups: tuple[list[Start], list[Start]] = ([], [])
+        for draw in range(self.samples):
+            plus, minus = self._draw(recording, draw)
+            negative = torch.zeros_like(plus) if minus is None else minus
+            if self.gammas is not None:
+                total = plus if minus is None else plus + abs(self.gammas[1]) ** 0.5 * minus
+                groups[0].append(Start(total, within, self._draw_nodes(recording, draw, None), weight))
+                continue
+            for sign, logits in enumerate((plus, negative)):
+                nodes = self._draw_nodes(recording, draw, sign)
+                groups[sign].append(Start(logits, within, nodes, weight))
+        return groups
+
+    def _draw_nodes(self, recording: Recording, draw: int, sign: int | None) -> dict[int, Tensor]:
+        """N ε for every node, of one sign; or of both, N⁻ scaled by √|γ|: they share no direction."""
+        found = {}
+        for number, (roots, counts) in enumerate(zip(self._roots, _counts(recording), strict=True)):
+            if sign is None:
+                assert self.gammas is not None
+                plus, minus = roots
+                root = replace(plus, values=plus.values + abs(self.gammas[0]) ** 0.5 * minus.values)
+            else:
+                root = roots[sign]
+            if root.zero:
+                continue
+            positions, groups, units = counts
+            stream = NODES * (number + 1) + 2 * draw + (sign or 0)
+            many = positions * groups * units
+            signs = draw_signs(self.seed, stream, recording.example_keys, many, root.values.dtype)
+            found[number] = root.times(signs.reshape(-1, *counts))
+        return found
+
+    def _columns(self, recording: Recording) -> tuple[list[Start], list[Start]]:
+        """A pass for every column of L⁺, L⁻ and of every node's N⁺ and N⁻."""
+        terms = recording.terms
+        both = recording.criterion.hessian_factors(recording.logits, recording.targets)
+        scales = (
+            (1.0, 1.0) if self.gammas is None else (abs(self.gammas[0]) ** 0.5, abs(self.gammas[1]) ** 0.5)
+        )
+        groups: tuple[list[Start], list[Start]] = ([], [])
+        for sign, stack in enumerate(both):
+            if stack is not None:
+                scaled = stack * scales[1] if sign else stack
+                for within in passes_of(terms.within.sqrt(), terms.per_example):
+                    groups[sign].extend(Start(column, within, {}, 1.0) for column in scaled)
+        silent = torch.zeros_like(recording.logits)
+        for number, (roots, counts) in enumerate(zip(self._roots, _counts(recording), strict=True)):
+            for sign, root in enumerate(roots):
+                scaled_root = root.scaled(scales[0]) if sign else root
+                for rows in _node_columns(scaled_root, counts, recording.examples):
+                    groups[sign].append(Start(silent, terms.within, {number: rows}, 1.0))
+        if not groups[1] and self.gammas is None:
+            groups[1].append(Start(silent, terms.within, {}, 1.0))  # zero, where other batches have some
+        return groups
+
+    def _check_passes(self, recording: Recording) -> None:
+        """Refuse more backward passes than anyone would wait for."""
+        at_nodes = sum(positions * groups * units for positions, groups, units in _counts(recording))
+        passes = recording.terms.outputs * recording.terms.per_example + at_nodes
+        if isinstance(recording, GraphRecording) and passes > MOST_PASSES:
+            raise ProblemError(
+                f"samples=all takes {passes:,} backward passes, one per output and loss term and one per "
+                f"unit of every non-linear function; the limit is {MOST_PASSES:,}. Draw instead: "
+                f"`pch[samples=1]`"
+            )
+
+    def _sums_of(self, recording: Recording, starts: Sequence[Start]) -> tuple[Factor, ...]:
+        if isinstance(recording, ChainRecording):
+            return chain_sides(recording, _chain_rows(recording, starts), self.sides)
+        assert isinstance(recording, GraphRecording)
+        sides = self.sides or Sides()
+        sums = DiagonalSums(recording) if sides.diagonal else OutputSums(recording, sides, len(starts))
+        nodes = recording.forward.nodes
+        for start in starts:
+            at_nodes = {nodes[number]: nodes[number].rows.back(rows) for number, rows in start.nodes.items()}
+            sums.add_pass(recording.terms.as_logits(start.logits, start.within), start.weight, at_nodes)
+        return sums.factors()
+
+
+def _counts(recording: Recording) -> tuple[tuple[int, int, int], ...]:
+    """Positions, groups and units of every node."""
+    if isinstance(recording, ChainRecording):
+        return tuple((1, 1, slope.shape[1]) for slope in recording.activation_slopes)
+    assert isinstance(recording, GraphRecording)
+    return tuple(node.rows.counts for node in recording.forward.nodes)
+
+
+def _node_columns(root: CurvatureRoot, counts: tuple[int, int, int], examples: int) -> Iterator[Tensor]:
+    """Columns whose outer products sum to N², at every position, where they are not zero."""
+    positions, groups, units = counts
+    for group in range(groups):
+        for unit in range(units):
+            if float(root.values[group, unit]) > 0:
+                for position in range(positions):
+                    rows = root.values.new_zeros(examples, positions, groups, units)
+                    rows[:, position, group] = root.column(group, unit)
+                    yield rows
+
+
+def _chain_rows(recording: ChainRecording, starts: Sequence[Start]) -> tuple[GramFactor, ...]:
+    """The rows v of all passes through a chain, r·m for each layer."""
+    logits = torch.stack([start.logits for start in starts])
+    at_nodes: list[Tensor | None] = []
+    for number, slope in enumerate(recording.activation_slopes):
+        rows = [start.nodes.get(number) for start in starts]
+        silent = torch.zeros_like(slope)
+        stacked = [silent if one is None else one.reshape(slope.shape) for one in rows]
+        at_nodes.append(None if all(one is None for one in rows) else torch.stack(stacked))
+    root = (recording.sqrt_row_weights * starts[0].weight ** 0.5).repeat(len(starts))
+    return tuple(GramFactor(rows.flatten(0, 1), root) for rows in recording.pullback(logits, at_nodes))
