@@ -49,6 +49,7 @@ __all__ = [
     "check_gradient",
     "check_solution",
     "entry_of",
+    "group_by_solver",
     "layer_gradient",
     "solve",
     "solver_units",
@@ -322,7 +323,7 @@ class _Systems:
         """Solve all units, those of one solver together where it has a way to."""
         prepared = [self._prepare(unit) for unit in units]
         found: dict[int, SolvedUnit] = {}
-        for solver, indices in _by_solver(units):
+        for solver, indices in group_by_solver(units):
             solved = self._apply_all(solver, [prepared[index] for index in indices])
             found |= dict(zip(indices, solved, strict=True))
         return [found[index] for index in range(len(units))]
@@ -390,7 +391,7 @@ class _Systems:
         return held
 
 
-def _by_solver(units: Sequence[Unit]) -> list[tuple[Solver, list[int]]]:
+def group_by_solver(units: Sequence[Unit]) -> list[tuple[Solver, list[int]]]:
     """The places of the units of each solver; equal ones are one."""
     groups: list[tuple[Solver, list[int]]] = []
     for index, unit in enumerate(units):

@@ -32,8 +32,8 @@ from curvlab.measure.stopwatch import Clock, Elapsed, busy_seconds, calls_lastin
 from curvlab.problem import Problem
 from curvlab.providers import estimate
 from curvlab.solvers import Mixed, solve
-from curvlab.solvers.registry import solvers
-from curvlab.solvers.solve import layer_gradient
+from curvlab.solvers.solve import group_by_solver, solver_units
+from curvlab.solvers.units import Unit
 from curvlab.studies.compare.decisions import CONFIDENCE, Decision, decide
 from curvlab.studies.compare.resources import Pair, fresh
 from curvlab.studies.store import Row
@@ -168,14 +168,21 @@ class Stopwatch:
         return Elapsed(), took
 
     def _solve_by_layers(self, curvature: Curvature, gradient: Gradient) -> tuple[Elapsed, Elapsed]:
-        solver, damping = solvers.make(self.pair.solver), Mixed(self.pair.alpha)
-        given = [layer_gradient(layer, gradient) for layer in curvature.layers]
-        pairs = list(zip(curvature.layers, given, strict=True))
-        prepare, states = self._elapsed(lambda: [solver.prepare(layer, damping, g) for layer, g in pairs])
+        units: list[Unit] = []
+        damping = Mixed(self.pair.alpha, l2=curvature.shift)
 
-        def applied() -> object:
-            together = solver.apply_jointly(states, given)
-            return together or [solver.apply(s, g) for s, g in zip(states, given, strict=True)]
+        def prepared() -> list[object]:
+            units.extend(solver_units(self.pair.solver, curvature, gradient))
+            return [unit.solver.prepare(unit.given, damping, unit.gradient) for unit in units]
+
+        prepare, states = self._elapsed(prepared)
+
+        def applied() -> None:
+            for solver, places in group_by_solver(units):
+                own, given = [states[i] for i in places], [units[i].gradient for i in places]
+                if solver.apply_jointly(own, given) is None:
+                    for state, gradient_of_unit in zip(own, given, strict=True):
+                        solver.apply(state, gradient_of_unit)
 
         apply, _ = self._elapsed(applied)
         return prepare, apply
