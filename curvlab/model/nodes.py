@@ -18,6 +18,7 @@ changed: a hook at u_n adds a cotangent to what a backward pass brings there, an
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,15 @@ from torch import Tensor
 
 from curvlab.exceptions import ProblemError
 
-__all__ = ["CurvatureRoot", "ElementwiseNode", "NodeFinder", "NodeRows", "NonlinearNode", "NormNode"]
+__all__ = [
+    "CurvatureRoot",
+    "ElementwiseNode",
+    "NodeFinder",
+    "NodeRows",
+    "NonlinearNode",
+    "NormNode",
+    "weak_hook",
+]
 
 ROUNDING = 1e-12  # of the largest eigenvalue of M̄: what is below is zero, along 1 for instance
 LARGEST_NORM = 2048  # units: M̄ is a matrix, and its eigenvectors are needed
@@ -319,7 +328,7 @@ class NodeFinder:
             self.left_out[base] = None
             return None
         assert isinstance(u, Tensor)
-        u.register_hook(node.inject)
+        u.register_hook(weak_hook(node.inject))
         self.nodes.append(node)
         return node
 
@@ -331,6 +340,21 @@ class NodeFinder:
         if second and (not first or self.sequences_first):
             return NodeRows(shape, self.examples, 1)
         return NodeRows(shape, self.examples, 0, len(shape) > 2 and _channels_first(u)) if first else None
+
+
+def weak_hook(method: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Tensor | None]:
+    """A hook that keeps nothing alive.
+
+    A node holds u, which holds the graph, even without one of its own: a graph that held the node in turn
+    would never be freed.
+    """
+    held = weakref.WeakMethod(method)
+
+    def hook(gradient: Tensor) -> Tensor | None:
+        found = held()
+        return None if found is None else found(gradient)
+
+    return hook
 
 
 def _elementwise(

@@ -28,7 +28,7 @@ from curvlab.model.call_trace import CallTrace, rows_may_meet
 from curvlab.model.chain import ChainReader
 from curvlab.model.decompositions import DECOMPOSITIONS, NotDecomposedError
 from curvlab.model.double_backward import refuse_reentrant_checkpoint
-from curvlab.model.nodes import NodeFinder
+from curvlab.model.nodes import NodeFinder, weak_hook
 from curvlab.model.uses import Use
 
 __all__ = ["Listener", "ParameterView", "SeenUse", "Watch", "leaves_behind", "listener_of"]
@@ -235,7 +235,7 @@ class Watch(TorchFunctionMode):
         else:
             refuse_reentrant_checkpoint(args, kwargs)
         if node is not None and _differentiable(output):
-            output.register_hook(node.hear)
+            output.register_hook(weak_hook(node.hear))
         if self._reader is not None:
             self._reader.follow(func, args, kwargs, output, overwritten)
         return output
