@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import curvlab
-from benchmarks import base, errors, networks, plateau, providers, solvers, steps, workload
+from benchmarks import base, errors, networks, plateau, providers, solvers, spectra, steps, workload
 from curvlab.measure import device, stopwatch
 from curvlab.solvers import EACG
 
-MODULES = (errors, networks, providers, solvers, steps)
+MODULES = (errors, networks, providers, solvers, spectra, steps)
 SUITES = [
     suite
     for module in MODULES
@@ -118,7 +118,7 @@ def test_a_pair_that_does_not_exist_is_skipped_with_its_reason():
     with pytest.raises(NotImplementedError, match=r"hessian.*cg"):
         networks.Step().setup("hessian", "kfi", "fcnn", "cross-entropy", 4, "cpu")
     with pytest.raises(NotImplementedError, match="chain"):
-        networks.Step().setup("pch-1", "ea-cg", "cnn", "cross-entropy", 4, "cpu")
+        networks.Step().setup("pch[kind=recursive]", "ea-cg", "cnn", "cross-entropy", 4, "cpu")
 
 
 def test_the_error_from_signs_is_that_of_the_matrices_in_the_mean(monkeypatch):

@@ -189,7 +189,7 @@ def test_operands_have_the_parameters_names_and_shapes() -> None:
     assert {name: v.shape for name, v in product.items()} == {name: v.shape for name, v in gradient.items()}
     with pytest.raises(ValueError, match=r"no entry for \['0.bias'\]"):
         curvature @ {name: value for name, value in gradient.items() if name != "0.bias"}
-    with pytest.raises(ValueError, match=r"shape \(3, 4\), the parameter's own; got \(4, 3\)"):
+    with pytest.raises(ValueError, match=r"shape \(3, 4\), the parameter's own.*; got \(4, 3\)"):
         curvature.blocks["0.weight"] @ gradient["0.weight"].T
 
 
@@ -271,7 +271,7 @@ def test_an_unregistered_provider_works_under_its_class_name() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: PCH(gamma=0.5), "gamma=0.5 must be at most 0"),
+        (lambda: PCH(gamma=0.5), r"gamma=0.5 must be finite and at most 0"),
         (lambda: PCH(output_gamma=float("nan")), "output_gamma=nan"),
         (lambda: Fisher(samples=0), "samples=0"),
         (lambda: Fisher(kind="true"), "kind='true'"),

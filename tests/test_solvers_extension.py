@@ -13,6 +13,7 @@ from torch import Tensor
 import curvlab
 from curvlab import Status
 from curvlab.curvature import LayerCurvature
+from curvlab.distributed.communicator import LocalCommunicator
 from curvlab.linalg import Factor, Step
 from curvlab.linalg.steps import as_step
 from curvlab.solvers import LayerDirection, LayerGradient, Solver
@@ -118,7 +119,7 @@ def test_layers_are_shared_out_and_products_are_not(monkeypatch: pytest.MonkeyPa
         return systems.solve_all(units)
 
     monkeypatch.setattr(SOLVE, "_solve_shared", solve_shared)
-    p, group = problem(**WIDE), object()
+    p, group = problem(**WIDE), LocalCommunicator()
     for provider, solver, shared in (
         ("pch-1", "kfi", True),
         ("pch-1", "ea-cg", True),

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from curvlab.analysis.density import Density, density
-from curvlab.analysis.figures import axes_for
+from curvlab.analysis.figures import axes_for, new_figure
 from curvlab.analysis.spectrum import spectrum
 from curvlab.curvature import Curvature
 from curvlab.defaults import PROVIDERS
@@ -168,10 +168,8 @@ class Tracker:
 
     def plot(self) -> Figure:
         """A panel for each measure, by step."""
-        from matplotlib.figure import Figure
-
         frame = self.frame()
-        figure = Figure(figsize=(6.4, 2.4 * len(self.measures)), layout="constrained")
+        figure = new_figure(6.4, 2.4 * len(self.measures))
         panels = figure.subplots(len(self.measures), 1, squeeze=False, sharex=True)[:, 0]
         for axes, name in zip(panels, self.measures, strict=True):
             shown = frame[frame["measure"] == name]
