@@ -99,7 +99,7 @@ def test_the_phases_of_a_pair_are_the_device_s_time(sim: Sim) -> None:
     """Kernels so slow that the host is always ahead: a phase lasts what its launches do."""
     sim.set_costs(launch=0.0, sync=0.0, kernel=1.0, byte=0.0, flop=0.0)
     own = problem(seeded("chain"), "sim")
-    phases = Stopwatch(Pair("fisher", "kfi", 0.1), own, clock=sim.clock).measure()
+    phases = Stopwatch(Pair("fisher", "kfi", 0.1), own, clock=sim.clock).measure().phases
     again = fresh(own)
     with sim.counted() as counting:
         curvature, gradient = curvlab.estimate("fisher", again), again.gradient()
