@@ -270,11 +270,15 @@ def test_a_cell_that_fails_is_a_row_with_its_message_and_the_others_go_on(tmp_pa
 def test_a_problem_is_compared_in_memory_and_told_apart_by_its_values(tmp_path):
     problem = tiny_problem()
     assert compare(problem, ["fisher"], ["kfi"], repetitions=1).ok
-    assert counted(problem, ["fisher"], ["kfi"], repetitions=1, output=tmp_path)[0] == 3
-    assert counted(problem, ["fisher"], ["kfi"], repetitions=1, output=tmp_path)[0] == 0
+    # The scene, three controls, an error and a solve, and a round of timing: two controls and the pair.
+    once = {"at": (), "repetitions": 1, "output": tmp_path}
+    measured, found = counted(problem, ["fisher"], ["kfi"], **once)
+    assert measured == 6 + 3
+    assert found.scenes[["point", "draw"]].values.tolist() == [["given", 0]]
+    assert counted(problem, ["fisher"], ["kfi"], **once)[0] == 0
     with torch.no_grad():
         next(problem.model.parameters()).add_(1)
-    assert counted(problem, ["fisher"], ["kfi"], repetitions=1, output=tmp_path)[0] == 3
+    assert counted(problem, ["fisher"], ["kfi"], **once)[0] == 6 + 3
 
 
 def test_what_the_problem_makes_equal_is_said():
@@ -316,6 +320,7 @@ def test_training_rows_say_what_each_optimizer_was_run_with(tmp_path):
         (lambda: compare(TINY, baselines=["sdg"]), "Did you mean `sgd`"),
         (lambda: compare(replace(TINY, model="mine:net")), "would change nothing: the model is your own"),
         (lambda: compare(tiny_problem(), epochs=1), "training and a test part"),
+        (lambda: compare(tiny_problem(), at=("init",)), "trained again; give a Setup"),
         (lambda: compare(tiny_problem(), executor="process"), "give a Setup"),
         (lambda: compare(TINY, executor="proces"), "Did you mean `process`"),
     ],
@@ -329,7 +334,10 @@ def test_mistakes_are_sentences(change: Callable[[], object], sentence: str):
 def test_labels_are_short_and_canonical_texts_complete():
     assert providers.label("pch[gamma=-1]") == providers.label("pch-1") == "pch-1"
     assert providers.label("pch-2[gamma=-0.5]") == "pch[gamma=-0.5]"
-    assert providers.identity("pch-1") == "pch[gamma=-1.0,output_gamma=-1.0]"
+    assert providers.identity("pch-1") == (
+        "pch[gamma=-1.0,kind=auto,max_factor=8192,output_gamma=-1.0,poseig=auto,positions=all,samples=1,seed=0,"
+        "sharing=expand,structure=kronecker]"
+    )
     assert providers.label(Broken()) == "Broken()"
 
 
@@ -339,8 +347,21 @@ def test_folders_merge_into_one_comparison(tmp_path):
     done = merge_comparisons([tmp_path / "a", tmp_path / "b"], tmp_path / "c")
     joined = load_comparison(tmp_path / "c")
     assert joined.cells["provider"].tolist() == ["fisher", "pch-1"]
-    assert (done.merged.added, done.others, done.apart) == (7, {}, {})
-    assert len(Store(tmp_path / "a")) == 4
+    # Each has the study, its scene, three controls, a provider, a pair, and the times of two controls and the
+    # pair: all but what is of the provider is in both.
+    assert len(Store(tmp_path / "a")) == len(Store(tmp_path / "b")) == 10
+    assert (done.merged.added, done.others, done.apart) == (10 + 3, {}, {})
+    assert joined.controls["provider"].tolist() == ["identity", "sgd", "newton"]
+
+
+def test_a_cell_that_was_measured_with_other_limits_too_counts_once(tmp_path):
+    ask = (TINY, ["fisher"], ["kfi"])
+    counted(*ask, alpha=ALPHA, repetitions=1, newton_limit=0, output=tmp_path)
+    measured, found = counted(*ask, alpha=ALPHA, repetitions=1, output=tmp_path)
+    assert measured == 6  # no time depends on the limit
+    assert found.cells["draws"].tolist() == [1]
+    assert found.cells["distance"].notna().all()
+    assert (len(found.scenes), len(found.draws)) == (1, 4)  # of the controls and of the pair
 
 
 @pytest.mark.slow

@@ -40,7 +40,8 @@ def test_an_executor_of_another_package_runs_the_cells(install: Any, compare: An
     install(executors, "counting", Counting)
     CALLS.clear()
     shown = compare("-p", "fisher", "-s", "kfi", "--executor", "counting[label=y]")
-    assert CALLS == ["run_task"] * 3  # an error, a solve and one repetition
+    # The scene, three controls, an error and a solve; and one repetition of two controls and the pair.
+    assert CALLS == ["run_task"] * (6 + 3)
     assert shown.compared.cells["status"].tolist() == ["ok"]
     assert "fisher" in shown.page
 

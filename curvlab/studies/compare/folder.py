@@ -161,7 +161,8 @@ def _study(folder: str | Path, studies: dict[str, dict[str, Any]]) -> dict[str, 
 
 def _union(configs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     joined = dict(configs[0])
-    for name in (one.name for one in all_settings() if one.many):
+    known = {name for config in configs for name in config}  # an earlier release had fewer settings
+    for name in (one.name for one in all_settings() if one.many and one.name in known):
         joined[name] = list(dict.fromkeys(item for config in configs for item in config.get(name, ())))
     joined["repetitions"] = max(config["repetitions"] for config in configs)
     return joined

@@ -281,9 +281,10 @@ def _spread(rows: Iterable[Row], name: str) -> float:
 
 
 def _by_kind(rows: Iterable[Row], study: str, config: Mapping[str, Any]) -> dict[str, list[Row]]:
-    """The rows of a study by kind; of several for one cell and repetition the last, tried again, counts.
+    """The rows of a study by kind; of several for one cell and repetition the last counts.
 
-    Only scenes of the configuration are kept. A row of an earlier release is one of the untrained model.
+    Such a cell was tried again, or measured again with other limits, dampings or registered columns. Only
+    scenes of the configuration are kept. A row of an earlier release is one of the untrained model.
     """
     first = int(config.get("seed") or 0)
     seeds, batches = int(config.get("seeds", 1)), int(config.get("batches", 1))
@@ -299,10 +300,17 @@ def _by_kind(rows: Iterable[Row], study: str, config: Mapping[str, Any]) -> dict
         kept = row["point"] in points and first <= row["seed"] < first + seeds and row["draw"] < batches
         if kept or row["kind"] in ("tuning", "convergence", "study"):
             kinds.setdefault(str(row["kind"]), []).append(row)
+    for kind in ("scene", "control", "solve", "error"):
+        kinds[kind] = list({_cell_of(row): row for row in kinds[kind]}.values())
     order = {point: index for index, point in enumerate((points[-1], *points[:-1]))}
     for kind in ("scene", "control", "solve", "cost", "error"):
         kinds[kind].sort(key=lambda row: (order[row["point"]], row["seed"], row["draw"]))
     return kinds
+
+
+def _cell_of(row: Row) -> tuple[Any, ...]:
+    """What a row is of, whatever it was measured with."""
+    return tuple(row.get(name) for name in ("provider", "solver", "point", "seed", "draw"))
 
 
 def _pair(row: Mapping[str, Any]) -> tuple[str, str]:

@@ -6,10 +6,20 @@ torn line, with the reason, and its cell is measured again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from curvlab.studies.compare.columns import BLOCKS, CONVERGENCE, ERRORS, REPETITIONS, cell_columns
+from curvlab.studies.compare.columns import (
+    BLOCKS,
+    CONVERGENCE,
+    DAMPINGS,
+    ERRORS,
+    PHASES,
+    REPETITIONS,
+    SCENES,
+    SPECTRA,
+    cell_columns,
+)
 from curvlab.studies.schema import Column
 from curvlab.studies.store import Row
 
@@ -20,8 +30,14 @@ NAMES: dict[str, tuple[str, ...]] = {
     "solve": ("study", "provider", "solver", "status", "message"),
     "cost": ("study", "provider", "solver", "status", "message"),
     "convergence": ("study", "optimizer", "provider", "solver", "status", "message"),
+    "scene": ("study", "point", "status", "message"),
+    "control": ("study", "control", "point", "status", "message"),
+    "tuning": ("study", "spec", "status", "message"),
 }
-CONTAINERS: dict[str, type] = {
+OPTIONAL: dict[str, type] = {
+    "point": str,
+    "control": str,
+    "spec": str,
     "config": dict,
     "environment": dict,
     "warnings": list,
@@ -30,7 +46,21 @@ CONTAINERS: dict[str, type] = {
     "layers": list,
     "blocks": list,
     "epochs": list,
+    "dampings": list,
+    "spectra": list,
 }
+"""What a row of its kind or of an earlier release may lack: its type where it is there."""
+WHOLE = ("seed", "draw", "run_seed", "epochs_asked")
+TRIAL = (Column("loss"), Column("cpu_seconds"))
+SHARES = ("bias_share", "weight_share", "weight_probes")
+PARTS: dict[str, tuple[Sequence[Column], str]] = {
+    "layers": (ERRORS, "layer"),
+    "blocks": (BLOCKS, ""),
+    "epochs": (CONVERGENCE, "epoch"),
+    "dampings": (DAMPINGS, ""),
+    "spectra": (SPECTRA, ""),
+}
+"""The lists inside a row: the columns of their entries, and the one that every entry has."""
 WORDS: dict[type, str] = {str: "text", dict: "an object", list: "a list"}
 
 
@@ -47,25 +77,40 @@ def row_problem(row: Row) -> str:
         needed = dict.fromkeys(NAMES[kind], str)
     else:
         return ""
-    held = {name: expected for name, expected in CONTAINERS.items() if name in row}
+    held = {name: expected for name, expected in OPTIONAL.items() if name in row}
     for name, expected in (needed | held).items():
         if not isinstance(row.get(name), expected):
             return f"`{name}` is {_words(row.get(name))}, expected {WORDS[expected]}"
-    if kind == "cost" and type(row.get("repetition")) is not int:
-        return f"`repetition` is {_words(row.get('repetition'))}, expected an integer"
-    if kind == "cost":
-        return _wrong_number(row, REPETITIONS, needed=row["status"] == "ok")
-    return _wrong_number(row, cell_columns() if kind == "solve" else ()) or _wrong_part(row)
+    whole = {name for name in WHOLE if name in row} | ({"repetition"} if kind == "cost" else set())
+    for name in sorted(whole):
+        if type(row.get(name)) is not int:
+            return f"`{name}` is {_words(row.get(name))}, expected an integer"
+    return _wrong_number(row, _columns(row), _needed(row)) or _wrong_part(row)
+
+
+def _columns(row: Row) -> Sequence[Column]:
+    """The columns whose numbers a row holds itself."""
+    if row["kind"] == "error":
+        return [Column(name) for name in SHARES]
+    own = {"solve": cell_columns(), "control": cell_columns(), "scene": SCENES, "cost": REPETITIONS}
+    return {**own, "convergence": CONVERGENCE, "tuning": TRIAL}.get(row["kind"], ())
+
+
+def _needed(row: Row) -> Collection[str]:
+    """The numbers that a row must have. What other programs did is not known of rows of earlier releases."""
+    if row["kind"] == "cost" and row["status"] == "ok":
+        return [f"{phase}_seconds" for phase in PHASES]
+    return SHARES if any(name in row for name in SHARES) else ()
 
 
 def _wrong_part(row: Row) -> str:
     """What is wrong with the lists inside a row."""
-    for name, columns in (("layers", ERRORS), ("blocks", BLOCKS), ("epochs", CONVERGENCE)):
+    for name, (columns, needed) in PARTS.items():
         for part in row.get(name, ()):
             if not isinstance(part, dict):
                 return f"`{name}` has {_words(part)}, expected objects"
-            if name == "layers" and "layer" not in part:
-                return "`layers` has an entry without its `layer`"
+            if needed and part.get(needed) is None:
+                return f"`{name}` has an entry without its `{needed}`"
             if problem := _wrong_number(part, columns):
                 return f"{problem} (in `{name}`)"
     traces = row.get("traces", {}).values()
@@ -75,11 +120,11 @@ def _wrong_part(row: Row) -> str:
     return "" if all(isinstance(text, str) for text in texts) else "`warnings` or `notes` are not texts"
 
 
-def _wrong_number(row: Row, columns: Sequence[Column], needed: bool = False) -> str:
+def _wrong_number(row: Row, columns: Sequence[Column], needed: Collection[str] = ()) -> str:
     """The first column of numbers that holds something else, or, where it is needed, nothing."""
     for column in columns:
         value = row.get(column.name)
-        missing = value is None and not needed
+        missing = value is None and column.name not in needed
         if not column.is_text and not missing and not isinstance(value, (int, float)):
             return f"`{column.name}` is {_words(value)}, expected a number"
     return ""
