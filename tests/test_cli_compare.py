@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -70,7 +71,8 @@ def test_json_is_one_document_on_standard_output_and_holds_the_store_s_numbers(f
     found = call("compare", *TINY, *CELLS, "-o", folder / "run", "--json")
     document = json.loads(found.stdout)
     rows = [json.loads(line) for line in (folder / "run" / "results.jsonl").read_text().splitlines()]
-    solved = {(row["provider"], row["solver"]): row for row in rows if row["kind"] == "solve"}
+    # The first row of a pair is that of the first batch at the deciding point, which is the one measured.
+    solved = {(row["provider"], row["solver"]): row for row in rows[::-1] if row["kind"] == "solve"}
     assert document["ok"]
     assert len(document["cells"]) == len(solved) == 4
     for cell in document["cells"]:
@@ -82,7 +84,16 @@ def test_the_written_configuration_runs_again_to_the_same_cells(first, folder):
     again = call("compare", "--config", folder / "run" / "config.toml", "-o", folder / "run", "--json")
     rows = (folder / "run" / "results.jsonl").read_text().splitlines()
     assert again.exit_code == 0, again.output
-    assert len(rows) == 1 + 2 + 4 + 4
+    kinds = Counter(json.loads(line)["kind"] for line in rows)
+    points, scenes, pairs = 2, 2 * 3, 4
+    assert kinds == {
+        "study": 1,
+        "scene": scenes,
+        "error": 2 * scenes,
+        "solve": pairs * scenes,
+        "control": 2 * scenes + 1,  # identity and newton in each, and what a step of sgd takes
+        "cost": (pairs + 2) * points,
+    }
 
 
 def test_the_command_in_the_report_is_one_that_finds_every_row_again(first, folder):
@@ -114,7 +125,8 @@ def test_merge_joins_folders_and_report_shows_both(first, folder):
     assert other.exit_code == 0
     merged = call("merge", folder / "run", folder / "other", "-o", folder / "both")
     assert merged.exit_code == 0, merged.output
-    assert "14 rows added, 0 were there already, 0 in conflict" in merged.stdout
+    assert "82 rows added, 19 were there already, 0 in conflict" in merged.stdout
+    assert merged.stderr == ""
     document = json.loads(call("report", folder / "both", "--json").stdout)
     assert {cell["provider"] for cell in document["cells"]} == {"fisher", "pch-1", "gauss-newton"}
 
@@ -164,7 +176,8 @@ def test_a_refused_provider_is_told_of_once(tmp_path, monkeypatch):
         "def batches():\n    return torch.ones(6, 4).cumsum(0), torch.tensor([0, 1, 0, 1, 0, 1])\n"
     )
     own = ["--model", "residual_study:Net", "--data", "residual_study:batches"]
-    found = call("compare", *own, "-p", "fisher", "-p", "pch-1", "-s", "kfi", "-r", "1", "-o", "out")
+    pairs = ["-p", "fisher", "-p", "pch[kind=recursive]", "-s", "kfi", "-s", "sm-kfi"]
+    found = call("compare", *own, *pairs, "-r", "1", "-o", "out")
     assert found.exit_code == 0, found.output
     assert found.stdout.count("Left out") == 1
 
@@ -193,7 +206,7 @@ def test_a_failed_cell_gives_exit_code_1_and_its_reason(folder, monkeypatch):
         (["--arch", "64-foo-10"], "Widths joined by dashes, such as 64-32-10, are an architecture too"),
         (["--data", "digit"], "Did you mean `digits`"),
         (["--criterion", "crossentropy"], "Did you mean `cross-entropy`"),
-        (["--alpha", "0"], "must be in (0, 1]"),
+        (["--alpha", "0"], "alpha=0.0: expected the identity's share, a number in (0, 1]"),
         (["--batch", "0"], "x>=1"),
         (["--device", "quantum"], "not a torch device"),
         (["-r", "0"], "x>=1"),
@@ -302,7 +315,7 @@ def test_a_function_of_the_user_s_that_raises_is_a_sentence_and_exit_code_1(
     found = call(command, *rest, option, "broken_study:build", *place)
     assert found.exit_code == 1, found.output
     assert "Traceback" not in found.output
-    assert found.stderr.count("raised KeyError: 'width'. Correct the function") == 1
+    assert found.stderr.count("raised KeyError: 'width'. Correct it;") == 1
     assert f"{option.strip('-')} `broken_study:build`" in found.stderr
     assert 'python -c "import broken_study; broken_study.build()"' in found.stderr
 
@@ -324,7 +337,7 @@ def test_merge_names_the_folder_whose_rows_are_not_in_the_report(first, folder, 
     found = call("merge", "trained", folder / "run", "seven", "-o", "all")
     assert found.exit_code == 0, found.output
     assert "2 rows of trained belong to no comparison" in found.stdout
-    assert "4 rows of seven are of another problem or environment than" in found.stdout
+    assert "38 rows of seven are of another problem or environment than" in found.stdout
     assert f"the comparison that {folder / 'run'} shows" in found.stdout
     assert "See them with: curvlab report seven" in found.stdout
     assert f"rows of {folder / 'run'}" not in found.stdout
@@ -481,7 +494,7 @@ def test_models_data_and_criteria_of_the_user_s_own_are_compared(tmp_path, monke
     assert call(*arguments, "--quiet").exit_code == 0
     assert Path("out/results.jsonl").read_text() == rows
     assert call(*arguments, "--epochs", "1").exit_code == 2
-    assert "\nbatch" not in Path("out/config.toml").read_text()
+    assert "\nbatch =" not in Path("out/config.toml").read_text()
     again = call("compare", "--config", "out/config.toml", "-o", "out", "--quiet")
     assert (again.exit_code, Path("out/results.jsonl").read_text()) == (0, rows)
     ignored = call(*arguments, "--batch", "3", "--data-dir", "here")
@@ -491,7 +504,7 @@ def test_models_data_and_criteria_of_the_user_s_own_are_compared(tmp_path, monke
 
 def test_a_conflict_of_a_merge_is_named_by_its_optimizer_too(tmp_path):
     for seconds, name in enumerate(("one", "two")):
-        row = {"key": "k", "kind": "convergence", "optimizer": "adam", "seconds": seconds}
+        row = {"key": "k", "kind": "convergence", "study": "s", "optimizer": "adam", "seconds": seconds}
         (tmp_path / name).mkdir()
         (tmp_path / name / "results.jsonl").write_text(json.dumps(row) + "\n")
     found = call("merge", tmp_path / "one", tmp_path / "two", "-o", tmp_path / "both", "--quiet")

@@ -115,7 +115,7 @@ def finish(compared: Comparison, folder: Path, as_json: bool, quiet: bool) -> No
     for failure in compared.failures:
         say(f"failed: {failure}")
     if not compared.measured:
-        for reason in compared.warnings if quiet or as_json else ():
+        for reason in compared.warnings:
             say(reason)
         say("No pair was measured: every one was skipped or failed. `curvlab list` shows which pairs exist.")
     if not compared.ok:

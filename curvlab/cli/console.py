@@ -6,6 +6,7 @@ next line after a bracket or a comma, numbers stay whole.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -73,14 +74,15 @@ def paragraph(text: str) -> None:
 def table(columns: dict[str, str], rows: list[list[str]], *, title: str = "") -> None:
     """Print rows under headers; a column's value is `left`, `right`, `name` or `fold`.
 
-    Names are as long as the terminal allows, and `broken` where it does not; `fold` is for prose.
+    Names are as long as the terminal allows, and `broken` where it does not; where that is not enough,
+    columns move together. `fold` is for prose.
     """
     from rich.console import Console
     from rich.measure import Measurement
 
     console = Console(highlight=False)
-    for width in NAME_WIDTHS:
-        made = _table(columns, rows, title, width)
+    for gap, width in itertools.product((1, 0), NAME_WIDTHS):
+        made = _table(columns, rows, title, width, gap)
         needed = Measurement.get(console, console.options.update(width=1000), made).minimum
         if needed <= console.width:
             break
@@ -114,13 +116,13 @@ def _cell(column: Column, row: Mapping[Any, Any]) -> str:
     return number_words(column.kind, number)
 
 
-def _table(columns: dict[str, str], rows: list[list[str]], title: str, width: int) -> Table:
+def _table(columns: dict[str, str], rows: list[list[str]], title: str, width: int, gap: int) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.cells import cell_len
     from rich.table import Table
     from rich.text import Text
 
-    made = Table(box=SIMPLE_HEAD, title=title or None, title_justify="left", pad_edge=False, padding=(0, 1))
+    made = Table(box=SIMPLE_HEAD, title=title or None, title_justify="left", pad_edge=False, padding=(0, gap))
     shown = []
     for index, (header, style) in enumerate(columns.items()):
         cells = [break_name(row[index], width) if style == "name" else row[index] for row in rows]

@@ -69,7 +69,8 @@ def command(
     Examples:
       curvlab spectrum
       curvlab spectrum --arch resnet8 --batch 200 -k 10
-      curvlab spectrum --model mine:network --data mine:batches --checkpoint state.pt
+      curvlab spectrum --model mine:network --data mine:batches \\
+          --checkpoint state.pt
     """
     from curvlab.report.spectra import write_spectrum
     from curvlab.studies.small.spectra import run_spectrum

@@ -94,10 +94,11 @@ def against_gradient(draws: pd.DataFrame | None, point: str) -> dict[Pair, Again
     gradient = here[here["provider"] == "identity"].set_index(scenes).sort_index()
     if gradient.empty:
         return {}
+    controls = gradient.add_suffix("_control")
     found = {}
     for pair, group in here[here["solver"] != ""].groupby(["provider", "solver"], sort=False):
         own = group.set_index(scenes).sort_index()
-        joined = own.join(gradient, rsuffix="_control", how="inner")
+        joined = own.join(controls, how="inner")
         found[str(pair[0]), str(pair[1])] = Against(
             _beside(joined, "sine", smaller=True),
             _beside(joined, "decrease", smaller=False),

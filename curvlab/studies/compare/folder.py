@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -132,8 +132,7 @@ def merge_comparisons(folders: Sequence[str | Path], into: str | Path) -> Merged
 def _merge(folders: Sequence[str | Path], into: Path) -> MergedComparisons:
     paths = [Path(folder) for folder in folders]
     done = merge(paths, into)
-    # What a study is, is the same in both; when and with which commit it began need not be.
-    done = replace(done, conflicts=[c for c in done.conflicts if c.kept.get("kind") != "study"])
+    done = replace(done, conflicts=[c for c in done.conflicts if not _differs_anyway(c.kept)])
     held = {path: Store(path, read_only=True, check=row_problem).rows() for path in paths}
     compared = [path for path, rows in held.items() if any(row.get("kind") == "study" for row in rows)]
     apart = {path: len(rows) for path, rows in held.items() if path not in compared}
@@ -142,6 +141,14 @@ def _merge(folders: Sequence[str | Path], into: Path) -> MergedComparisons:
     first = _show(compared, into)
     counts = {path: sum(row.get("study") != first for row in held[path]) for path in compared}
     return MergedComparisons(done, compared[0], {path: n for path, n in counts.items() if n}, apart)
+
+
+def _differs_anyway(row: Mapping[str, Any]) -> bool:
+    """Whether every folder has a row of its own: when a study began, and the seconds of a control.
+
+    Every comparison times the controls, so that two of them would be in conflict whatever they compare.
+    """
+    return row.get("kind") == "study" or (row.get("kind") == "cost" and not row.get("solver"))
 
 
 def _show(compared: Sequence[Path], into: Path) -> str:
