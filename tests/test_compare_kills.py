@@ -67,5 +67,6 @@ def test_nothing_is_lost_and_nothing_is_there_twice_after_kills_at_random_moment
         lines = (tmp_path / str(folder) / "results.jsonl").read_text().splitlines()
         rows = [json.loads(line) for line in lines]
         identities = [(row["kind"], row["key"], row.get("repetition")) for row in rows]
-        assert len(identities) == len(set(identities)) == 1 + 2 + 4 + 4 * 3
+        # The study and its scene, 3 controls, 2 providers, 4 pairs; and 3 rounds of 2 controls and the pairs.
+        assert len(identities) == len(set(identities)) == 2 + 3 + 2 + 4 + 3 * (2 + 4)
         assert all(row.get("status", "ok") == "ok" for row in rows)

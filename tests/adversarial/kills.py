@@ -71,7 +71,8 @@ def whole_lines(folder: Path) -> list[bytes]:
 
 
 def is_time(name: str) -> bool:
-    return "seconds" in name or name in ("environment", "planned_bytes")
+    """Whether it is one, or says how other programs disturbed it."""
+    return "seconds" in name or name in ("environment", "planned_bytes", "waited", "load", "attempts")
 
 
 def without_times(value: Any) -> Any:
