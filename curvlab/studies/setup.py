@@ -252,6 +252,7 @@ def _check_size(chosen: Architecture, dtype: torch.dtype, device: torch.device) 
     """
     import torch
 
+    from curvlab.architectures import architectures
     from curvlab.measure import device as devices
 
     if not devices.readable(torch.empty(0, dtype=dtype, device=device)):
@@ -260,8 +261,9 @@ def _check_size(chosen: Architecture, dtype: torch.dtype, device: torch.device) 
     needed, held = 2 * sum(p.nbytes for p in parameters), devices.memory_bytes(device)
     if held is not None and needed > held:
         raise SpecError(
-            f"the architecture has {sum(p.numel() for p in parameters):,} parameters: with one gradient "
-            f"they take {needed:,} bytes, and {device} has {held:,}. Use narrower layers, or "
+            f"the architecture `{architectures.canonical(chosen)}` has "
+            f"{sum(p.numel() for p in parameters):,} parameters: with one gradient they take "
+            f"{needed:,} bytes, and {device} has {held:,}. Use narrower layers, or "
             f"`curvlab plan`, which allocates nothing"
         )
     layers = sum(p.ndim > 1 for p in parameters)

@@ -53,7 +53,7 @@ def cost_bars(cells: pd.DataFrame, ax: Axes | None = None, look: Look | None = N
     _numbers(ax, look, total + np.nan_to_num(half), total)
     _finish(ax, look, shown, f"median time ({unit.name})")
     shades = [Patch(color=look.theme.ink, alpha=strength, label=phase) for phase, strength in PHASES.items()]
-    legend(ax, look, [*shades, *whiskers], columns=4)
+    legend(ax, look, [*shades, *whiskers], columns=2)
     return ax
 
 
