@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from time import perf_counter, process_time
+from time import perf_counter, process_time, thread_time
 from typing import TypeVar
 
 import numpy as np
@@ -142,10 +142,12 @@ def elapsed(
         seconds, result = timed(function, device, clock)
         return Elapsed(wall=seconds), result
     # What tells of others is read outside of what is timed, because reading it takes microseconds.
-    waited, processor = waited_seconds(), process_time()
+    waited, processor, thread = waited_seconds(), process_time(), thread_time()
     wall, result = timed(function, device)
-    processor = process_time() - processor
-    return Elapsed(wall, processor, min(waited_seconds() - waited, wall)), result
+    processor, thread = process_time() - processor, thread_time() - thread
+    # Some of the waiting may lie outside of the work: what this thread computed it did not wait for.
+    most = max(wall - thread, 0.0)
+    return Elapsed(wall, processor, min(waited_seconds() - waited, most)), result
 
 
 def waited_seconds() -> float:
