@@ -504,7 +504,8 @@ def test_models_data_and_criteria_of_the_user_s_own_are_compared(tmp_path, monke
 
 def test_a_conflict_of_a_merge_is_named_by_its_optimizer_too(tmp_path):
     for seconds, name in enumerate(("one", "two")):
-        row = {"key": "k", "kind": "convergence", "study": "s", "optimizer": "adam", "seconds": seconds}
+        told = {"study": "s", "provider": "", "solver": "", "status": "ok", "message": ""}
+        row = {"key": "k", "kind": "convergence", "optimizer": "adam", "seconds": seconds, **told}
         (tmp_path / name).mkdir()
         (tmp_path / name / "results.jsonl").write_text(json.dumps(row) + "\n")
     found = call("merge", tmp_path / "one", tmp_path / "two", "-o", tmp_path / "both", "--quiet")
