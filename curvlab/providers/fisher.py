@@ -34,7 +34,7 @@ from curvlab.providers.statistics import (
 )
 from curvlab.specs import check_choices
 
-__all__ = ["Fisher", "RowFields"]
+__all__ = ["ChainOrRows", "Fisher", "RowFields"]
 
 Positions = int | Literal["all"]
 RowStructure = Literal["kronecker", "diagonal"]
@@ -87,6 +87,25 @@ class RowFields(Provider):
         if self.sharing == "reduce" and lookups:
             return (f"embeddings keep sharing=expand: {', '.join(f'`{name}`' for name in lookups)}",)
         return ()
+
+
+class ChainOrRows(RowFields):
+    """Providers with a recursion on chains of Linear layers and rows on any model; the fields are theirs."""
+
+    kind: str
+    samples: int | Literal["all"]
+
+    def resolve(self, problem: Problem) -> str:
+        """The kind on this problem."""
+        if self.kind != "auto":
+            return self.kind
+        return "recursive" if problem.chain is not None and self.structure == "kronecker" else "rows"
+
+    def check(self, problem: Problem, name: str) -> None:
+        if self.kind == "recursive":
+            problem.require_chain(name)
+        if self.samples != "all":
+            check_draws(self.samples, problem, name)
 
 
 @dataclass(frozen=True)

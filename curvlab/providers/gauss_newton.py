@@ -34,8 +34,7 @@ from curvlab.measure import device
 from curvlab.model.recording import ChainRecording
 from curvlab.problem import Problem
 from curvlab.providers.base import INPUTS, Context, ProblemSnapshot, kronecker_layers, row_layers
-from curvlab.providers.draws import check_draws
-from curvlab.providers.fisher import RowFields
+from curvlab.providers.fisher import ChainOrRows
 from curvlab.providers.operators import ModelOperator, products_at_once
 from curvlab.providers.pch import OUTPUT_HESSIAN, SLOPE_PRODUCTS, recurse
 from curvlab.providers.statistics import (
@@ -54,7 +53,7 @@ SPECTRUM = OutputSpectrum()
 
 
 @dataclass(frozen=True)
-class GaussNewton(RowFields):
+class GaussNewton(ChainOrRows):
     """Gauss-Newton: with an expectation at every layer (recursive), of rows, or not approximated (exact).
 
     Args:
@@ -80,18 +79,6 @@ class GaussNewton(RowFields):
             raise SpecError(
                 f"structure={self.structure} does not go with kind={self.kind}; it does with {other}"
             )
-
-    def resolve(self, problem: Problem) -> str:
-        """The kind on this problem."""
-        if self.kind != "auto":
-            return self.kind
-        return "recursive" if problem.chain is not None and self.structure == "kronecker" else "rows"
-
-    def check(self, problem: Problem, name: str) -> None:
-        if self.kind == "recursive":
-            problem.require_chain(name)
-        if self.samples != "all":
-            check_draws(self.samples, problem, name)
 
     def products(self, problem: Problem) -> CurvatureProducts:
         """The statistic that gives the output sides of the kind `rows`."""

@@ -36,7 +36,7 @@ from curvlab.linalg import DenseFactor, Factor, congruence, poseig, poseig_diago
 from curvlab.model.layers import Chain
 from curvlab.problem import Problem
 from curvlab.providers.base import INPUTS, Context, Provider, factor_layers, kronecker_layers
-from curvlab.providers.fisher import RowFields
+from curvlab.providers.fisher import ChainOrRows
 from curvlab.providers.propagation import NODE_CURVATURES, PropagatedCurvature
 from curvlab.providers.sides import side_count
 from curvlab.providers.statistics import (
@@ -56,7 +56,7 @@ SECOND_ORDER_TERMS = SecondOrderTerms()
 
 
 @dataclass(frozen=True)
-class PCH(RowFields):
+class PCH(ChainOrRows):
     """The Hessian's layer blocks with negative curvature multiplied by gamma ≤ 0.
 
     Args:
@@ -92,16 +92,6 @@ class PCH(RowFields):
             raise SpecError(
                 f"structure={self.structure} does not go with kind=recursive; it does with kind=rows"
             )
-
-    def resolve(self, problem: Problem) -> str:
-        """The kind on this problem."""
-        if self.kind != "auto":
-            return self.kind
-        return "recursive" if problem.chain is not None and self.structure == "kronecker" else "rows"
-
-    def check(self, problem: Problem, name: str) -> None:
-        if self.kind == "recursive":
-            problem.require_chain(name)
 
     def for_mean_input(self, problem: Problem) -> Provider:
         return self if self.resolve(problem) == "recursive" else super().for_mean_input(problem)
