@@ -128,7 +128,10 @@ def test_embeddings_with_sparse_gradients_are_as_those_with_dense_ones(provider:
         torch.testing.assert_close(found[1][name], dense, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("provider", ["fisher[kind=mc,samples={}]", "gauss-newton[kind=rows,samples={}]"])
+@pytest.mark.parametrize(
+    "provider",
+    ["fisher[kind=mc,samples={}]", "gauss-newton[kind=rows,samples={}]", "pch[kind=rows,samples={}]"],
+)
 def test_draws_that_take_days_are_refused_with_the_time(provider: str) -> None:
     with pytest.raises(SpecError, match=r"samples=100,000,000,000 .* at least 1\d\d\.\d days"):
         curvlab.estimate(provider.format(10**11), problem())

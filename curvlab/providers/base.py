@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, cast
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, cast
 
 from torch import Tensor
 
@@ -24,7 +24,7 @@ from curvlab.curvature_layers import (
     Summand,
     TiedLayer,
 )
-from curvlab.exceptions import StaleError
+from curvlab.exceptions import SpecError, StaleError
 from curvlab.linalg import Factor
 from curvlab.linalg.factors import DiagonalFactor, InputFactors
 from curvlab.measure import device
@@ -32,16 +32,20 @@ from curvlab.model.graph import Network
 from curvlab.model.layers import Layer
 from curvlab.model.recording import Recording
 from curvlab.problem import Problem
-from curvlab.providers.sides import Sides
+from curvlab.providers.sides import MAX_FACTOR, Sharing, Sides
 from curvlab.providers.statistics import Inputs, OutputProducts, Statistic, Values, input_statistic
 from curvlab.registry import INTERFACE
+from curvlab.specs import check_choices
 from curvlab.staleness import Versions, change_message
 
 __all__ = [
     "INPUTS",
+    "ChainOrRows",
     "Context",
     "ProblemSnapshot",
     "Provider",
+    "RowFields",
+    "check_draws",
     "factor_layers",
     "kronecker_layers",
     "row_layers",
@@ -109,6 +113,97 @@ class Provider(ABC):
     def for_mean_input(self, problem: Problem) -> Provider:
         """A provider of the same solutions for solvers with the mean input factor, perhaps at less cost."""
         return self
+
+
+Positions = int | Literal["all"]
+RowStructure = Literal["kronecker", "diagonal"]
+
+
+@dataclass(frozen=True)
+class RowFields(Provider):
+    """The fields of providers that make blocks of rows.
+
+    Args:
+        sharing: how the positions of an example enter the sides of a weight: `expand` or `reduce`.
+        positions: how many positions of an example are drawn for the sides, or `all`.
+        structure: `kronecker`, A ⊗ B by weight; `diagonal`, the true diagonal.
+        max_factor: where columns and rows of a side both exceed it, the side is diagonal.
+        seed: of whatever is drawn.
+    """
+
+    needs_chain: ClassVar[bool] = False
+    sharing: Sharing = "expand"
+    positions: Positions = "all"
+    structure: RowStructure = "kronecker"
+    max_factor: int = MAX_FACTOR
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        if self.positions != "all" and self.positions < 1:
+            raise SpecError(f"positions={self.positions}: expected `all` or a number of at least 1")
+        if self.max_factor < 1:
+            raise SpecError(f"max_factor={self.max_factor}: expected a number of at least 1")
+
+    @property
+    def sides(self) -> Sides:
+        """The fields that say how rows are made."""
+        drawn = None if self.positions == "all" else self.positions
+        return Sides(self.sharing, drawn, self.seed, self.max_factor, self.structure == "diagonal")
+
+    def for_mean_input(self, problem: Problem) -> Provider:
+        """With the mean input factor B is that of ḡ, so the rows of positions need not be summed up.
+
+        A tied matrix is the exception: its solvers take the diagonal of what `sharing` gives.
+        """
+        if self.structure != "kronecker" or any(layer.kind == "tied" for layer in problem.layers):
+            return self
+        return replace(self, sharing="reduce", positions="all")
+
+    def row_notes(self, problem: Problem) -> tuple[str, ...]:
+        """What is not as the fields say."""
+        lookups = [layer.name for layer in problem.layers if any(role.lookup for role in layer.roles)]
+        if self.sharing == "reduce" and lookups:
+            return (f"embeddings keep sharing=expand: {', '.join(f'`{name}`' for name in lookups)}",)
+        return ()
+
+
+class ChainOrRows(RowFields):
+    """Providers with a recursion on chains of Linear layers and rows on any model; the fields are theirs."""
+
+    kind: str
+    samples: int | Literal["all"]
+
+    def resolve(self, problem: Problem) -> str:
+        """The kind on this problem."""
+        if self.kind != "auto":
+            return self.kind
+        return "recursive" if problem.chain is not None and self.structure == "kronecker" else "rows"
+
+    def check(self, problem: Problem, name: str) -> None:
+        if self.kind == "recursive":
+            problem.require_chain(name)
+        if self.samples != "all":
+            check_draws(self.samples, problem, name)
+
+
+DAY = 86_400.0
+PASS_SECONDS, OPERATIONS_PER_SECOND = 1e-4, 1e11
+
+
+def check_draws(samples: int, problem: Problem, name: str) -> None:
+    """Refuse draws that take more than a day: a backward pass for each, 4 operations per weight and row.
+
+    The examples of a stream are not counted for it: a batch of one is assumed.
+    """
+    examples = 1 if problem.streamed else problem.examples()
+    each = PASS_SECONDS + 4.0 * problem.network.numel * examples / OPERATIONS_PER_SECOND
+    if samples * each > DAY:
+        raise SpecError(
+            f"`{name}`: samples={samples:,} takes a backward pass for each draw, at least "
+            f"{samples * each / DAY:,.1f} days in all on this problem. The error of a mean falls with the "
+            f"root of their number: use {max(1, int(DAY / each)):,} or fewer"
+        )
 
 
 def kronecker_layers(

@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from curvlab.exceptions import SpecError
 from curvlab.staleness import logical_shift, mix
 
 if TYPE_CHECKING:
     from curvlab.model.recording import Recording
-    from curvlab.problem import Problem
 
-__all__ = ["check_draws", "draw_positions", "draw_signs", "uniforms"]
+__all__ = ["draw_positions", "draw_signs", "uniforms"]
 
 BITS = 23  # k + ½ for k < 2²³ is exact in float32: every dtype and device draws the same numbers
 POSITIONS, SIGNS = 1 << 40, 1 << 41  # streams apart from those of labels
@@ -56,22 +54,3 @@ def draw_positions(recording: Recording, seed: int, place: int, positions: int, 
     """
     order = hashes(seed, POSITIONS + place, recording.example_keys, positions)
     return order.topk(count, dim=1).indices
-
-
-DAY = 86_400.0
-PASS_SECONDS, OPERATIONS_PER_SECOND = 1e-4, 1e11
-
-
-def check_draws(samples: int, problem: Problem, name: str) -> None:
-    """Refuse draws that take more than a day: a backward pass for each, 4 operations per weight and row.
-
-    The examples of a stream are not counted for it: a batch of one is assumed.
-    """
-    examples = 1 if problem.streamed else problem.examples()
-    each = PASS_SECONDS + 4.0 * problem.network.numel * examples / OPERATIONS_PER_SECOND
-    if samples * each > DAY:
-        raise SpecError(
-            f"`{name}`: samples={samples:,} takes a backward pass for each draw, at least "
-            f"{samples * each / DAY:,.1f} days in all on this problem. The error of a mean falls with the "
-            f"root of their number: use {max(1, int(DAY / each)):,} or fewer"
-        )

@@ -13,16 +13,14 @@ moment of the examples' own gradients, in which terms are averaged first: smalle
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 from curvlab.curvature import Curvature, Definiteness
 from curvlab.exceptions import SpecError
 from curvlab.problem import Problem
-from curvlab.providers.base import Context, Provider, row_layers
-from curvlab.providers.draws import check_draws
+from curvlab.providers.base import Context, RowFields, check_draws, row_layers
 from curvlab.providers.fisher_operator import FisherOperator
 from curvlab.providers.operators import products_at_once
-from curvlab.providers.sides import MAX_FACTOR, Sharing, Sides
 from curvlab.providers.statistics import (
     ExpectedGradientProducts,
     GradientProducts,
@@ -32,80 +30,8 @@ from curvlab.providers.statistics import (
     input_statistic,
     sides_for,
 )
-from curvlab.specs import check_choices
 
-__all__ = ["ChainOrRows", "Fisher", "RowFields"]
-
-Positions = int | Literal["all"]
-RowStructure = Literal["kronecker", "diagonal"]
-
-
-@dataclass(frozen=True)
-class RowFields(Provider):
-    """The fields of providers that make blocks of rows.
-
-    Args:
-        sharing: how the positions of an example enter the sides of a weight: `expand` or `reduce`.
-        positions: how many positions of an example are drawn for the sides, or `all`.
-        structure: `kronecker`, A ⊗ B by weight; `diagonal`, the true diagonal.
-        max_factor: where columns and rows of a side both exceed it, the side is diagonal.
-        seed: of whatever is drawn.
-    """
-
-    needs_chain: ClassVar[bool] = False
-    sharing: Sharing = "expand"
-    positions: Positions = "all"
-    structure: RowStructure = "kronecker"
-    max_factor: int = MAX_FACTOR
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_choices(self)
-        if self.positions != "all" and self.positions < 1:
-            raise SpecError(f"positions={self.positions}: expected `all` or a number of at least 1")
-        if self.max_factor < 1:
-            raise SpecError(f"max_factor={self.max_factor}: expected a number of at least 1")
-
-    @property
-    def sides(self) -> Sides:
-        """The fields that say how rows are made."""
-        drawn = None if self.positions == "all" else self.positions
-        return Sides(self.sharing, drawn, self.seed, self.max_factor, self.structure == "diagonal")
-
-    def for_mean_input(self, problem: Problem) -> Provider:
-        """With the mean input factor B is that of ḡ, so the rows of positions need not be summed up.
-
-        A tied matrix is the exception: its solvers take the diagonal of what `sharing` gives.
-        """
-        if self.structure != "kronecker" or any(layer.kind == "tied" for layer in problem.layers):
-            return self
-        return replace(self, sharing="reduce", positions="all")
-
-    def row_notes(self, problem: Problem) -> tuple[str, ...]:
-        """What is not as the fields say."""
-        lookups = [layer.name for layer in problem.layers if any(role.lookup for role in layer.roles)]
-        if self.sharing == "reduce" and lookups:
-            return (f"embeddings keep sharing=expand: {', '.join(f'`{name}`' for name in lookups)}",)
-        return ()
-
-
-class ChainOrRows(RowFields):
-    """Providers with a recursion on chains of Linear layers and rows on any model; the fields are theirs."""
-
-    kind: str
-    samples: int | Literal["all"]
-
-    def resolve(self, problem: Problem) -> str:
-        """The kind on this problem."""
-        if self.kind != "auto":
-            return self.kind
-        return "recursive" if problem.chain is not None and self.structure == "kronecker" else "rows"
-
-    def check(self, problem: Problem, name: str) -> None:
-        if self.kind == "recursive":
-            problem.require_chain(name)
-        if self.samples != "all":
-            check_draws(self.samples, problem, name)
+__all__ = ["Fisher"]
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,7 @@ from curvlab.linalg.factors import row_square_norms
 from curvlab.measure import device
 from curvlab.model.recording import ChainRecording
 from curvlab.problem import Problem
-from curvlab.providers.base import INPUTS, Context, ProblemSnapshot, kronecker_layers, row_layers
-from curvlab.providers.fisher import ChainOrRows
+from curvlab.providers.base import INPUTS, ChainOrRows, Context, ProblemSnapshot, kronecker_layers, row_layers
 from curvlab.providers.operators import ModelOperator, products_at_once
 from curvlab.providers.pch import OUTPUT_HESSIAN, SLOPE_PRODUCTS, recurse
 from curvlab.providers.statistics import (

@@ -35,8 +35,7 @@ from curvlab.exceptions import SpecError
 from curvlab.linalg import DenseFactor, Factor, congruence, poseig, poseig_diagonal, poseig_difference
 from curvlab.model.layers import Chain
 from curvlab.problem import Problem
-from curvlab.providers.base import INPUTS, Context, Provider, factor_layers, kronecker_layers
-from curvlab.providers.fisher import ChainOrRows
+from curvlab.providers.base import INPUTS, ChainOrRows, Context, Provider, factor_layers, kronecker_layers
 from curvlab.providers.propagation import NODE_CURVATURES, PropagatedCurvature
 from curvlab.providers.sides import side_count
 from curvlab.providers.statistics import (
