@@ -61,6 +61,8 @@ from curvlab.studies.train.plateau import Plateau, plateau_note, stays_on_platea
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from curvlab.studies.train.tracking import Tracking
+
 __all__ = ["OK", "TrainPlan", "TrainProgress", "TrainRun", "train"]
 
 
@@ -107,6 +109,7 @@ def train(
     draw: Callable[[pd.DataFrame, str], bytes] | None = None,
     process_group: ProcessGroup | None = None,
     count_memory: bool = True,
+    track: Tracking | None = None,
 ) -> pd.DataFrame:
     """Train as `plan` says and return one row per epoch, the first of them before training.
 
@@ -127,6 +130,8 @@ def train(
             plan, up to rounding, and any number of ranks may resume it.
         count_memory: whether the first step of every epoch is watched for its peak, which takes as long as
             many steps of a small network; without, `peak_bytes` is NaN.
+        track: what to measure of the curvature along the way, on the first rank; the folder has the numbers
+            as curvature.csv.
 
     >>> from curvlab.studies.setup import Setup
     >>> frame = train(TrainPlan(Setup(data="digits[train=200]", batch=100), epochs=1))
@@ -140,6 +145,8 @@ def train(
         run = TrainRun(plan, communicator, count_memory)
         _restore(run, outputs)
         run.begin()
+        if track is not None and run.communicator.rank == 0:
+            observe = _both(observe, track.observer(run))
         _carry_out(run, outputs, on_progress, observe, should_stop, checkpoint_seconds, checkpoint_steps)
         if outputs is not None and draw is not None:
             outputs.draw(run, draw)
@@ -173,6 +180,17 @@ def _restore(run: TrainRun, outputs: TrainFolder | None) -> None:
     state = run.communicator.first_rank(restored)
     if run.communicator.rank:
         run.restore(state)
+
+
+def _both(
+    first: Callable[[TrainRun], None] | None, second: Callable[[TrainRun], None]
+) -> Callable[[TrainRun], None]:
+    def observe(run: TrainRun) -> None:
+        if first is not None:
+            first(run)
+        second(run)
+
+    return observe
 
 
 def _carry_out(
@@ -279,6 +297,7 @@ class TrainRun:
         self.tally = Tally()
         self.status = OK
         self.rows: list[Row] = []
+        self.tracked: list[Row] = []
         self._batches: Iterator[tuple[Tensor, Tensor]] | None = None
 
     def _evaluated(self) -> Examples:
@@ -468,6 +487,7 @@ class TrainRun:
             "status": self.status,
             "tally": dict(vars(self.tally)),
             "rows": self.rows,
+            "tracked": self.tracked,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -481,6 +501,7 @@ class TrainRun:
         self.closed_cpu = state["closed_cpu"]
         self.last_loss, self.status = state["last_loss"], state["status"]
         self.tally, self.rows = Tally(**state["tally"]), list(state["rows"])
+        self.tracked = list(state.get("tracked", ()))  # which runs of before do not have
 
 
 def _tensors(tree: Any) -> list[Tensor]:
