@@ -22,6 +22,14 @@ QUESTIONS = {
     "density": "How many eigenvalues stand apart, and where are the ends of the spectrum?",
     "errors": "How far are the providers' blocks from those of the absolute Hessian?",
 }
+# Counts, shares and eigenvalues stand in figures of their own.
+PANELS = {
+    "density": {
+        "outliers": ("outliers",),
+        "negative mass": ("negative mass",),
+        "eigenvalue": ("smallest", "largest"),
+    }
+}
 
 
 def write_tracking(frame: pd.DataFrame, facts: tuple[tuple[str, str], ...], folder: str | Path) -> Path:
@@ -55,27 +63,29 @@ def _headline(frame: pd.DataFrame) -> str:
 
 def _section(frame: pd.DataFrame, name: str) -> Section:
     shown = frame[frame["measure"] == name]
+    panels = PANELS.get(name) or {name.replace("-", " "): tuple(shown["of"].unique())}
+    drawings = [_drawing(shown[shown["of"].isin(panel)], label) for label, panel in panels.items()]
+    return Section(
+        name, name.replace("-", " ").capitalize(), text=QUESTIONS.get(name, ""), drawings=tuple(drawings)
+    )
 
+
+def _drawing(shown: pd.DataFrame, label: str) -> Drawing:
     def draw(look: Look) -> Axes:
         axes, colours = get_axes(None, WIDTH, 3.0), look.theme.series
         for place, (of, rows) in enumerate(shown.groupby("of", sort=False)):
             colour = colours[place % len(colours)]
             ends = (rows["value"] - 2 * rows["standard_error"], rows["value"] + 2 * rows["standard_error"])
             axes.fill_between(rows["step"], *ends, color=colour, alpha=0.25, linewidth=0)
-            axes.plot(
-                rows["step"], rows["value"], color=colour, marker="o", markersize=3, label=str(of) or None
-            )
-        axes.set(xlabel="step", ylabel=name.replace("-", " "))
+            axes.plot(rows["step"], rows["value"], color=colour, marker="o", markersize=3, label=str(of))
+        axes.set(xlabel="step", ylabel=label)
         if shown["of"].nunique() > 1:
             axes.legend(frameon=False, fontsize="small")
         return dress(axes, look)
 
     estimated = bool((shown["standard_error"] > 0).any())
     caption = "Estimates, with two standard errors." if estimated else "One mark for each measurement."
-    question = QUESTIONS.get(name, "")
-    return Section(
-        name, name.replace("-", " ").capitalize(), drawings=(Drawing(name, caption, draw, question=question),)
-    )
+    return Drawing(label.replace(" ", "-"), caption, draw)
 
 
 def _numbers(frame: pd.DataFrame) -> Section:
