@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-KILLS = 24
+KILLS = 8
 
 # Torch is imported once; each attempt at the comparison is a fork of that process, killed by its parent.
 SCRIPT = f"""

@@ -30,6 +30,7 @@ from curvlab.reproduce.subjects import Options
 from curvlab.studies.compare.run import compare
 from curvlab.studies.setup import Setup
 from curvlab.studies.train.run import TrainPlan, train
+from tests.cases import ONE_SCENE
 
 __all__ = ["STUDIES", "main"]
 
@@ -41,11 +42,12 @@ HANG_SECONDS = 150  # importing torch in new workers takes long on a busy machin
 
 
 def run_compare(folder: Path, executor: str = "serial") -> None:
-    compare(SETUP, ["fisher", "pch-1"], ["kfi", "cg"], repetitions=2, output=folder, executor=executor)
+    chosen = {**ONE_SCENE, "batches": 2, "repetitions": 2}
+    compare(SETUP, ["fisher", "pch-1"], ["kfi", "cg"], **chosen, output=folder, executor=executor)
 
 
 def run_train(folder: Path) -> None:
-    train(TrainPlan(SETUP, epochs=12), folder, checkpoint_steps=2)
+    train(TrainPlan(SETUP, epochs=5), folder, checkpoint_steps=2)
 
 
 def run_reproduce(folder: Path, executor: str = "serial") -> None:
@@ -71,8 +73,8 @@ def whole_lines(folder: Path) -> list[bytes]:
 
 
 def is_time(name: str) -> bool:
-    """Whether it is one, or says how other programs disturbed it."""
-    return "seconds" in name or name in ("environment", "planned_bytes", "waited", "load", "attempts")
+    """Whether it is one, or says how other programs disturbed its measurement."""
+    return "seconds" in name or name in ("waited", "load", "attempts")
 
 
 def without_times(value: Any) -> Any:
@@ -87,8 +89,7 @@ def measured(folder: Path) -> dict[str, str]:
     named = {
         json.dumps([row.get(n) for n in ("kind", "key", "repetition", "plan", "epoch")]): row for row in rows
     }
-    own = {name: row for name, row in named.items() if row.get("kind") != "environment"}
-    return {name: json.dumps(without_times(row), sort_keys=True) for name, row in own.items()}
+    return {name: json.dumps(without_times(row), sort_keys=True) for name, row in named.items()}
 
 
 def attempt(study: Callable[[Path], None], folder: Path, seconds: float, number: signal.Signals) -> str:

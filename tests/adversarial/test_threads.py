@@ -21,6 +21,7 @@ from curvlab.studies.store import Store
 from curvlab.studies.train.run import TrainPlan, train
 from tests.adversarial.outcomes import Judge
 from tests.adversarial.workshop import TINY
+from tests.cases import ONE_SCENE
 
 THREADS, ROUNDS = 4, 6
 HANDLES = Path("/proc/self/fd")
@@ -163,7 +164,9 @@ def test_memory_is_flat_over_two_thousand_calls(name: str, judge: Judge) -> None
 
 def studies(folder: Path) -> dict[str, Callable[[], Any]]:
     return {
-        "compare": lambda: compare(TINY, ["fisher"], ["kfi"], repetitions=1, output=folder / "c", fresh=True),
+        "compare": lambda: compare(
+            TINY, ["fisher"], ["kfi"], **ONE_SCENE, repetitions=1, output=folder / "c", fresh=True
+        ),
         "load": lambda: load_comparison(folder / "c"),
         "train": lambda: train(TrainPlan(TINY, epochs=1), folder / "t", fresh=True),
         "store": lambda: Store(folder / "c").rows(),
