@@ -99,7 +99,15 @@ def test_ratios_are_measured_on_the_narrow_network(suite, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "criterion"),
-    [*((name, "cross-entropy") for name in networks.ARCHITECTURES), ("cnn", "robust"), ("gpt-nano", "mse")],
+    [
+        ("fcnn", "cross-entropy"),
+        ("cnn", "robust"),
+        ("resnet8", "cross-entropy"),
+        ("gpt-nano", "mse"),
+        pytest.param("cnn", "cross-entropy", marks=pytest.mark.long),
+        pytest.param("vit-tiny", "cross-entropy", marks=pytest.mark.long),
+        pytest.param("gpt-nano", "cross-entropy", marks=pytest.mark.long),
+    ],
 )
 def test_networks_of_every_kind_are_measured(architecture, criterion, monkeypatch):
     monkeypatch.setattr(networks, "STEPS", 2)

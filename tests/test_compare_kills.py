@@ -44,7 +44,7 @@ lost = []
 while kills < {KILLS} or not finished:
     folder = base / str(studies)
     before = [line for line in rows(folder) if line.endswith(b"\\n")]
-    finished = attempt(folder, draw.uniform(0.02, 1.0) * (1 + kills / 8))
+    finished = attempt(folder, draw.uniform(0.02, 1.0) * (1 + kills / 2))
     after = rows(folder)
     lost += [line.decode() for line in before if line not in after]
     kills += not finished

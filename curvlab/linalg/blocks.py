@@ -374,17 +374,10 @@ class SumBlock(Block):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ShiftedBlock(Block):
-    """C + λI.
+class BlockOfBlock(Block):
+    """A function of one other block, which has its shape and its storage."""
 
-    >>> from curvlab.linalg import DenseFactor
-    >>> ShiftedBlock(FactorBlock(DenseFactor(torch.eye(2))), 0.5).diagonal().tolist()
-    [1.5, 1.5]
-    """
-
-    kind: ClassVar[str] = "shifted"
     block: Block
-    shift: float
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -395,12 +388,25 @@ class ShiftedBlock(Block):
         return self.block.example
 
     @property
-    def form(self) -> str:
-        return f"{self.block.form} + {self.shift:g} I"
-
-    @property
     def nbytes(self) -> int:
         return self.block.nbytes
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ShiftedBlock(BlockOfBlock):
+    """C + λI.
+
+    >>> from curvlab.linalg import DenseFactor
+    >>> ShiftedBlock(FactorBlock(DenseFactor(torch.eye(2))), 0.5).diagonal().tolist()
+    [1.5, 1.5]
+    """
+
+    kind: ClassVar[str] = "shifted"
+    shift: float
+
+    @property
+    def form(self) -> str:
+        return f"{self.block.form} + {self.shift:g} I"
 
     def matmul(self, x: Tensor) -> Tensor:
         return self.block.matmul(x) + self.shift * x
@@ -427,7 +433,7 @@ class ShiftedBlock(Block):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ScaledBlock(Block):
+class ScaledBlock(BlockOfBlock):
     """c C.
 
     >>> from curvlab.linalg import DenseFactor
@@ -436,24 +442,11 @@ class ScaledBlock(Block):
     """
 
     kind: ClassVar[str] = "scaled"
-    block: Block
     factor: float
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.block.shape
-
-    @property
-    def example(self) -> Tensor:
-        return self.block.example
 
     @property
     def form(self) -> str:
         return f"{self.factor:g} × {self.block.form}"
-
-    @property
-    def nbytes(self) -> int:
-        return self.block.nbytes
 
     def matmul(self, x: Tensor) -> Tensor:
         return self.factor * self.block.matmul(x)

@@ -26,7 +26,7 @@ from typing import Literal
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
-from scipy import stats
+from scipy.special import ndtr, stdtrit
 
 from curvlab.exceptions import ArgumentError
 
@@ -256,9 +256,9 @@ def _factor(located: Numbers, middle: Numbers, rounds: int, pairs: int, confiden
     worth = 1.0
     if moving.any():
         largest = (np.abs(located - middle)[:, moving] / deviation[moving]).max(axis=1)
-        reached = 2 * stats.norm.sf(np.quantile(largest, confidence))
+        reached = 2 * ndtr(-np.quantile(largest, confidence))
         worth = float(np.clip((1 - confidence) / max(reached, 1e-300), 1, pairs))
-    return float(stats.t.isf((1 - confidence) / worth / 2, freedom))
+    return float(-stdtrit(freedom, (1 - confidence) / worth / 2))
 
 
 def _cut(rounds: int) -> int:
