@@ -194,7 +194,7 @@ def test_a_cold_system_shares_tensors_and_remembers_nothing():
         assert not renewed.output._memo
         assert renewed.inputs.full.rows is layer.inputs.full.rows
         assert given.factored(layer.weight_name).inputs is renewed.inputs.full
-        shared = gradient.factored(layer.weight_name).gradients is layer.output
+        shared = gradient.factored(layer.weight_name).gradients.shares_rows_with(layer.output)
         assert (given.factored(layer.weight_name).gradients is renewed.output) == shared
     solved = curvlab.solve("kfi", again, given, alpha=0.05)
     for name, step in warm.direction.items():

@@ -38,11 +38,13 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from curvlab.data import Examples
+from curvlab.criteria import Criterion
+from curvlab.data import Dataset, Examples
+from curvlab.distributed.agreement import agree
 from curvlab.distributed.communicator import LOCAL, Communicator, communicator_of
 from curvlab.distributed.launch import rank_batches
 from curvlab.exceptions import PairError, ProblemError, SolveError
@@ -282,12 +284,9 @@ class TrainRun:
         self, plan: TrainPlan, communicator: Communicator = LOCAL, count_memory: bool = True
     ) -> None:
         self.plan, self.communicator, self.count_memory = plan.resolve(), communicator, count_memory
-        setup = self.plan.setup
-        self.device = devices.resolve(setup.device)
-        self.data = self.plan.load_data().to(self.device, setup.torch_dtype)
-        # One function for all optimizers: layers that are random in training mode stay quiet.
-        self.model = self.plan.build_model().eval()
-        self.criterion = setup.build_criterion()
+        self.device = devices.resolve(self.plan.setup.device)
+        # A rank without the data ends all of them.
+        self.data, self.model, self.criterion = agree(communicator, self._subject, on=self.device)
         self.stepper = self.plan.spec.build(self.model, self.criterion, communicator)
         self.rates = [float(group["lr"]) for group in self.stepper.param_groups]
         self.evaluated = self._evaluated()
@@ -299,6 +298,13 @@ class TrainRun:
         self.rows: list[Row] = []
         self.tracked: list[Row] = []
         self._batches: Iterator[tuple[Tensor, Tensor]] | None = None
+
+    def _subject(self) -> tuple[Dataset, nn.Module, Criterion]:
+        """The data, the model and the criterion."""
+        setup = self.plan.setup
+        data = self.plan.load_data().to(self.device, setup.torch_dtype)
+        # One function for all optimizers: layers that are random in training mode stay quiet.
+        return data, self.plan.build_model().eval(), setup.build_criterion()
 
     def _evaluated(self) -> Examples:
         train = self.data.train
