@@ -144,6 +144,11 @@ def test_a_comparison_of_which_every_pair_was_skipped_says_so_and_exits_with_1(f
     found = call("compare", *TINY, *ONE_SCENE, "-p", "hessian", "-s", "kfi", "-o", folder / "all-skipped")
     assert found.exit_code == 1
     assert "No pair was measured: every one was skipped or failed." in found.stderr
+    reason = "matrix-free"
+    assert reason in " ".join(found.stdout.split())
+    assert reason not in found.stderr  # said once: a terminal shows both
+    quiet = call("report", folder / "all-skipped", "--quiet")
+    assert reason in " ".join(quiet.stderr.split())
     document = json.loads(call("report", folder / "all-skipped", "--json").stdout)
     assert not document["ok"]
 

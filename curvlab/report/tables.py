@@ -19,6 +19,7 @@ from curvlab.studies.compare.columns import (
     RACE,
     SCENES,
     SPECTRA,
+    TUNING,
     cell_columns,
 )
 from curvlab.studies.schema import Column
@@ -109,6 +110,11 @@ def convergence_table(convergence: pd.DataFrame) -> Table:
     """Where each optimizer ended, with the settings it ran with where the frame has them."""
     ends = race_ends(convergence)
     return table_of("Where training ended", ends, RACE if "seeds" in ends else CONVERGENCE)
+
+
+def tuning_table(tuning: pd.DataFrame) -> Table:
+    """Every trial: the grid of each optimizer, what came of it on the validation set, and what was chosen."""
+    return table_of("The tuning: every value that was tried", tuning, TUNING)
 
 
 def left_out_table(cells: pd.DataFrame) -> Table:

@@ -13,7 +13,7 @@ import pytest
 from tests.adversarial.outcomes import Judge
 
 SUITE = "kills"
-# `tests/test_compare_kills.py` kills comparisons in one process.
+# `tests/test_compare_kills.py` kills comparisons in one process and compares their frames.
 IN_CI = {"train": 2, "reproduce": 2}
 LONG = {
     "compare": 12,
