@@ -210,6 +210,11 @@ class Factor(FullPrecision, ABC):
     def rank_bound(self) -> int:
         """The rank cannot exceed this."""
 
+    @property
+    def count(self) -> int:
+        """How many matrices it stands for: one, but for a stack."""
+        return 1
+
     @abstractmethod
     def matmul(self, x: Tensor) -> Tensor:
         """F x for x of n rows."""
@@ -598,7 +603,7 @@ class InputFactors(FullPrecision):
     @property
     def size(self) -> int:
         """n, the number of inputs."""
-        return self.full.size if self.given_mean is None else len(self.given_mean)
+        return self.full.size if self.given_mean is None else self.given_mean.shape[-1]
 
     @property
     def mean(self) -> Tensor:

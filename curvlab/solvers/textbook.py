@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from curvlab.curvature import LayerCurvature
-from curvlab.linalg import DenseFactor, DiagonalFactor, Factor
-from curvlab.linalg.cg import FunctionOperator
+from curvlab.linalg import DenseFactor, DiagonalFactor, Factor, GramFactor, RankOneFactor
+from curvlab.linalg.cg import FunctionOperator, StackOperator, SymmetricOperator
 from curvlab.linalg.eigen import eigvalsh
 from curvlab.linalg.factors import InputFactors, InputKind
 from curvlab.linalg.inverse import NotFiniteError, NotPositiveDefiniteError
@@ -67,8 +67,9 @@ def _times_input_inverse(inputs: InputFactors, system: FactoredSystem) -> Callab
     """G ↦ G (A + γI)⁻¹."""
     gamma = system.gamma
     if system.kind == "mean":
-        a = inputs.mean
-        return lambda g: (g - torch.outer(g @ a, a) / (gamma + a @ a)) / gamma
+        a = inputs.mean[..., None]
+        square = a.square().sum((-2, -1), keepdim=a.ndim == 3)
+        return lambda g: (g - (g @ a) @ (a.mT / (gamma + square))) / gamma
     if isinstance(inputs.full, DiagonalFactor):
         diagonal = _require_positive(_require_finite(inputs.full.values) + gamma)
         return lambda g: g / diagonal
@@ -88,10 +89,11 @@ def _inverse_times(factor: Factor, shift: Tensor | float) -> Callable[[Tensor], 
 def _inverse(factor: Factor, shift: Tensor | float) -> Tensor:
     """(F + shift I)⁻¹."""
     matrix = _require_finite(factor.to_dense())
-    damped = matrix + shift * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
+    unit = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    damped = matrix + shift * unit
     inverse: Tensor = torch.linalg.inv(damped)
-    if device.readable(inverse) and not bool((inverse.diagonal() > 0).all()):
-        raise NotPositiveDefiniteError(float(eigvalsh(damped.cpu().double())[0]))
+    if device.readable(inverse) and not bool((inverse.diagonal(dim1=-2, dim2=-1) > 0).all()):
+        raise NotPositiveDefiniteError(float(eigvalsh(damped.cpu().double()).min()))
     return inverse
 
 
@@ -109,23 +111,24 @@ def _require_positive(diagonal: Tensor) -> Tensor:
     return diagonal
 
 
-def weight_operator(layer: LayerCurvature, damping: Damping, kind: InputKind) -> FunctionOperator:
+def weight_operator(layer: LayerCurvature, damping: Damping, kind: InputKind) -> SymmetricOperator:
     """X ↦ s B X A + τ X."""
     b, inputs = _formed(output_factor(layer)), input_factors(layer)
     scale, shift = damping.scale, damping.shift
+    make = FunctionOperator if b.count == 1 else StackOperator
     if kind == "mean":
-        a = inputs.mean
-        return FunctionOperator(lambda x: scale * torch.outer(b.matmul(x @ a), a) + shift * x)
+        a = inputs.mean[..., None]
+        return make(lambda x: scale * (b.matmul(x @ a) @ a.mT) + shift * x)
     full = inputs.full
     if isinstance(full, DiagonalFactor):
-        return FunctionOperator(lambda x: scale * (b.matmul(x) * full.values) + shift * x)
+        return make(lambda x: scale * (b.matmul(x) * full.values) + shift * x)
     matrix = full.to_dense()
-    return FunctionOperator(lambda x: scale * (b.matmul(x) @ matrix) + shift * x)
+    return make(lambda x: scale * (b.matmul(x) @ matrix) + shift * x)
 
 
 def _formed(factor: Factor) -> Factor:
-    """A factor whose products are those of its matrix; a diagonal one as it is."""
-    return factor if isinstance(factor, DiagonalFactor) else DenseFactor(factor.to_dense())
+    """A factor whose products are those of its matrix; a diagonal one and a stack as they are."""
+    return DenseFactor(factor.to_dense()) if isinstance(factor, GramFactor | RankOneFactor) else factor
 
 
 def bias_operator(layer: LayerCurvature, damping: Damping) -> FunctionOperator:

@@ -213,7 +213,7 @@ def below_control(ratios: Mapping[str, Sequence[float]], error_rate: float = ERR
     several = {name: x for name, x in logs.items() if len(x) >= FEW}
     freedom = sum(len(x) - 1 for x in several.values())
     pooled = sum(float(((x - x.mean()) ** 2).sum()) for x in several.values()) / max(freedom, 1)
-    factor = float(stats.t.isf(error_rate / len(several), freedom)) if several else math.inf
+    factor = float(-stdtrit(freedom, error_rate / len(several))) if several else math.inf
     found = {}
     for name, x in logs.items():
         if name in several:
