@@ -42,6 +42,7 @@ __all__ = [
     "base_name",
     "is_linear",
     "norm_node",
+    "overwritten",
     "starting_at_nodes",
     "weak_hook",
 ]
@@ -192,10 +193,7 @@ class NonlinearNode(NodeInput, ABC):
     def check_unwritten(self) -> None:
         """Refuse to go on where the forward has overwritten u since."""
         if self.version >= 0 and self.inputs._version != self.version:
-            raise ProblemError(
-                f"the forward overwrites in place what `{self.name}` was given, so that its second "
-                f"derivative cannot be computed. Take the in-place operation out"
-            )
+            raise overwritten(self.name)
 
     def no_curvature(self) -> Tensor:
         """M̄ of a node that the loss does not depend on."""
@@ -320,6 +318,14 @@ class CurvatureRoot:
         return torch.einsum("ipgb,gab->ipga", turned * self.values, self.vectors)
 
 
+def overwritten(name: str) -> ProblemError:
+    """The error for a function of which something is needed that the forward has overwritten."""
+    return ProblemError(
+        f"the forward overwrites in place what `{name}` was given, so that its second derivative cannot be "
+        f"computed. Take the in-place operation out"
+    )
+
+
 def base_name(func: Callable[..., Any]) -> str:
     """What a function of torch is called, whether it overwrites its argument or is an operator's."""
     return getattr(func, "__name__", str(func)).strip("_")
@@ -332,7 +338,8 @@ def is_linear(base: str, args: tuple[Any, ...], kwargs: dict[str, Any], varying:
     if base == "instance_norm":
         given = dict(zip(NORMS[base], args, strict=False)) | kwargs
         return not given.get("use_input_stats", True)
-    denominator = base in DIVISIONS and not (args and varying[0] is args[0])
+    numerator = args[1 if base.startswith("r") else 0] if len(args) > 1 else None  # `c / x` is x.__rdiv__(c)
+    denominator = base in DIVISIONS and varying[0] is not numerator
     return base in PRODUCTS and len(varying) == 1 and not denominator
 
 

@@ -34,10 +34,11 @@ from curvlab.model.nodes import (
     NonlinearNode,
     NormNode,
     norm_node,
+    overwritten,
     weak_hook,
 )
 
-__all__ = ["FurtherFinder", "FurtherNode", "OwnCurvature", "own_curvature"]
+__all__ = ["FurtherFinder", "FurtherNode", "OwnCurvature", "SoftmaxNode", "own_curvature"]
 
 SOFTMAX = frozenset({"softmax", "log_softmax", "logsumexp"})
 PAIRS = frozenset({"mul", "rmul", "imul", "multiply", *DIVISIONS} - {"addcdiv"})
@@ -60,6 +61,25 @@ class OwnCurvature(ABC):
 # ------------------------------------------------------------------------------------------- further nodes
 
 
+@dataclass(frozen=True, eq=False)
+class HeldTensor:
+    """A tensor of the forward, without its graph, and the version it had."""
+
+    tensor: Tensor
+    version: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> HeldTensor:
+        """The tensor as it is now."""
+        return cls(tensor.detach(), -1 if tensor.is_meta else tensor._version)
+
+    def unwritten(self, name: str) -> Tensor:
+        """The tensor; refused where the forward has overwritten it since."""
+        if self.version >= 0 and self.tensor._version != self.version:
+            raise overwritten(name)
+        return self.tensor
+
+
 @dataclass(eq=False)
 class FurtherNode(ABC):
     """A call of a function whose mean curvature is left out; `places` are its inputs that vary."""
@@ -80,20 +100,27 @@ class FurtherNode(ABC):
 
 @dataclass(eq=False)
 class SoftmaxNode(FurtherNode):
-    """Softmax, log-softmax or logsumexp over one dimension of u."""
+    """Softmax, log-softmax or logsumexp over one dimension of u; what autograd keeps of it is held."""
 
-    inputs: Tensor
+    held: HeldTensor
     dim: int
 
+    def returned(self, output: Tensor) -> None:
+        """Take note of what the call gave."""
+        if self.name != "logsumexp":
+            self.held = HeldTensor.of(output)
+
     def own_curvature(self, gradient: Tensor) -> OwnCurvature:
-        p = self.inputs.softmax(self.dim)
+        held = self.held.unwritten(self.name)
         if self.name == "softmax":
+            p = held
             weights = p * (gradient - (p * gradient).sum(self.dim, keepdim=True))
         elif self.name == "log_softmax":
+            p = held.exp()
             weights = -gradient.sum(self.dim, keepdim=True) * p
         else:
-            along = gradient if gradient.ndim == p.ndim else gradient.unsqueeze(self.dim)
-            weights = along * p
+            p = held.softmax(self.dim)
+            weights = p * (gradient if gradient.ndim == p.ndim else gradient.unsqueeze(self.dim))
         return _SoftmaxCurvature(self.places[0], self.dim, p, weights)
 
 
@@ -122,12 +149,13 @@ class PairNode(FurtherNode):
     `inputs` are both, and `varying` says which of them the `places` belong to.
     """
 
-    inputs: tuple[Tensor, Tensor]
+    inputs: tuple[HeldTensor, HeldTensor]
     varying: tuple[int, ...]
     quotient: bool
 
     def own_curvature(self, gradient: Tensor) -> OwnCurvature:
-        a, b = (one.expand(gradient.shape) for one in self.inputs)
+        given = [one.unwritten(self.name) for one in self.inputs]
+        a, b = (one.expand(gradient.shape) for one in given)
         if self.quotient:
             entries = {(0, 0): torch.zeros_like(gradient), (0, 1): -gradient / b**2}
             entries[1, 1] = 2 * gradient * a / b**3
@@ -136,7 +164,7 @@ class PairNode(FurtherNode):
             entries = {(0, 0): zero, (0, 1): gradient, (1, 1): zero}
         rows = [[entries[min(i, j), max(i, j)] for j in self.varying] for i in self.varying]
         matrices = torch.stack([torch.stack(row, -1) for row in rows], -1)
-        shapes = tuple(tuple(self.inputs[i].shape) for i in self.varying)
+        shapes = tuple(tuple(given[i].shape) for i in self.varying)
         return _PairCurvature(self.places, shapes, matrices)
 
 
@@ -323,7 +351,7 @@ class FurtherFinder:
         places = tuple(NodeInput(one) for one in known)
         if base in SOFTMAX and len(places) == 1:
             dim = args[1] if len(args) > 1 else kwargs.get("dim")
-            held = varying[0].detach()
+            held = HeldTensor.of(varying[0])
             return SoftmaxNode(base, places, held, dim) if isinstance(dim, int) else None
         if base in NORMS and len(places) == 1:
             return norm_node(base, varying[0], known[0], args, kwargs, None)
@@ -343,7 +371,7 @@ def _pair(
     if base.startswith(("rdiv", "rtruediv")):
         given.reverse()
         args = args[::-1]
-    held = tuple(one.detach().clone() if base.startswith("i") else one.detach() for one in given)
+    held = tuple(HeldTensor.of(one.clone() if base.startswith("i") else one) for one in given)
     which = tuple(i for i, one in enumerate(args) if any(one is tensor for tensor in varying))
     dims = {one.ndim for one in varying}
     aligned = len(dims) == 1 or (all(place.rows.batch_dim == 0 for place in places) and len(varying) == 1)

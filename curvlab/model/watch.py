@@ -29,7 +29,7 @@ from curvlab.model.chain import ChainReader
 from curvlab.model.decompositions import DECOMPOSITIONS, NotDecomposedError
 from curvlab.model.double_backward import refuse_reentrant_checkpoint
 from curvlab.model.nodes import NodeFinder, NonlinearNode, base_name, is_linear, weak_hook
-from curvlab.model.own_curvature import FurtherFinder, FurtherNode
+from curvlab.model.own_curvature import FurtherFinder, FurtherNode, SoftmaxNode
 from curvlab.model.uses import Use
 
 __all__ = ["Listener", "ParameterView", "SeenUse", "Watch", "leaves_behind", "listener_of"]
@@ -244,6 +244,8 @@ class Watch(TorchFunctionMode):
         else:
             refuse_reentrant_checkpoint(args, kwargs)
         if node is not None and _differentiable(output):
+            if isinstance(node, SoftmaxNode):
+                node.returned(output)
             output.register_hook(weak_hook(node.hear))
         if self._reader is not None:
             self._reader.follow(func, args, kwargs, output, overwritten)

@@ -179,7 +179,7 @@ class PCH(ChainOrRows):
             problem.criterion.name,
             operator.layers(),
             Definiteness(True, "by PosEig"),
-            notes=tuple(self._node_notes(context)),
+            notes=("kind=exact, poseig=node", *self._node_notes(context)),
             full_product=operator.full_product,
             versions=problem.versions,
             live=True,
@@ -188,6 +188,7 @@ class PCH(ChainOrRows):
         )
 
     def _propagation_notes(self, context: Context) -> Iterator[str]:
+        yield f"kind=rows, poseig={'node' if self.poseig == 'node' else 'last'}"
         if self.samples != "all":
             yield f"of {self.samples} draw{'s' if self.samples > 1 else ''} of random signs per example"
         yield from self._node_notes(context)
