@@ -6,6 +6,8 @@
     TiedLayer        a sum of Kronecker products                a matrix that is a lookup and a head
     OperatorLayer    products only                              hessian, gauss-newton[kind=exact]
 
+`curvlab.curvature_structures` has those of structures that are no Kronecker product.
+
 Blocks act on tensors of a parameter's own shape. What a solver is given are a layer's *units*: Kronecker
 layers with at most one weight matrix and one bias vector each. Those with a weight are the matrices of the
 weight's view, in their order; a unit's bias is a whole parameter, flattened.
@@ -47,7 +49,7 @@ __all__ = [
     "Summand",
     "TiedLayer",
     "layer_from_parts",
-    "unpack_layer",
+    "under_prefix",
 ]
 
 TensorMap = Callable[[Tensor], Tensor]
@@ -146,6 +148,10 @@ class LayerCurvature(metaclass=_LayerType):
         """The bias's block where it is matrix-free."""
         return None
 
+    def formed(self) -> LayerCurvature:
+        """The same layer made of tensors that a file can hold."""
+        return self
+
     def __getstate__(self) -> dict[str, Any]:
         """What copies and pickles hold: the fields, and nothing that was made from them."""
         return {entry.name: getattr(self, entry.name) for entry in fields(self)}  # type: ignore[arg-type]
@@ -186,8 +192,8 @@ class KroneckerLayer(LayerCurvature):
         return replace(self, output=self.output.map(function), inputs=inputs)
 
     def tensors(self) -> dict[str, Tensor]:
-        inputs = {} if self.inputs is None else _under("input", self.inputs.tensors())
-        return _under("output", self.output.tensors()) | inputs
+        inputs = {} if self.inputs is None else under_prefix("input", self.inputs.tensors())
+        return under_prefix("output", self.output.tensors()) | inputs
 
     def header(self) -> dict[str, Any]:
         row = {"kind": self.kind, "name": self.name, "weight": self.weight_name, "bias": self.bias_name}
@@ -234,7 +240,7 @@ class KroneckerPart:
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that define the part."""
-        return _under("output", self.output.tensors()) | _under("input", self.inputs.tensors())
+        return under_prefix("output", self.output.tensors()) | under_prefix("input", self.inputs.tensors())
 
     def header(self) -> dict[str, str]:
         """The kinds of the factors."""
@@ -270,7 +276,7 @@ class Summand:
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of all parts."""
         parts = enumerate(self.parts)
-        return {key: t for i, part in parts for key, t in _under(f"part{i}", part.tensors()).items()}
+        return {key: t for i, part in parts for key, t in under_prefix(f"part{i}", part.tensors()).items()}
 
     def header(self) -> dict[str, Any]:
         """The view, and the kinds of the factors."""
@@ -348,7 +354,7 @@ class SharedLayer(LayerCurvature):
 
     def tensors(self) -> dict[str, Tensor]:
         parts = {} if self._summand is None else self._summand.tensors()
-        return parts | _under("mean-output", self.mean_output.tensors())
+        return parts | under_prefix("mean-output", self.mean_output.tensors())
 
     def header(self) -> dict[str, Any]:
         row = {"kind": self.kind, "name": self.name, "weight": self.weight_name, "bias": self.bias_name}
@@ -436,8 +442,11 @@ class PlainLayer(LayerCurvature):
     def map(self, function: TensorMap) -> Self:
         return replace(self, factor=self.factor.map(function))
 
+    def formed(self) -> PlainLayer:
+        return replace(self, factor=self.factor.formed())
+
     def tensors(self) -> dict[str, Tensor]:
-        return _under("factor", self.factor.tensors())
+        return under_prefix("factor", self.factor.tensors())
 
     def header(self) -> dict[str, Any]:
         return {"kind": self.kind, "name": self.name, "shape": list(self.shape), "factor": self.factor.kind}
@@ -478,7 +487,9 @@ class TiedLayer(LayerCurvature):
 
     def tensors(self) -> dict[str, Tensor]:
         summands = enumerate(self.summands)
-        return {key: t for i, one in summands for key, t in _under(f"summand{i}", one.tensors()).items()}
+        return {
+            key: t for i, one in summands for key, t in under_prefix(f"summand{i}", one.tensors()).items()
+        }
 
     def header(self) -> dict[str, Any]:
         summands = [summand.header() for summand in self.summands]
@@ -545,7 +556,7 @@ class OperatorLayer(LayerCurvature):
 
     def tensors(self) -> dict[str, Tensor]:
         """Those of `output`: what the operators read is the model's."""
-        return {} if self.output is None else _under("output", self.output.tensors())
+        return {} if self.output is None else under_prefix("output", self.output.tensors())
 
     def header(self) -> dict[str, Any]:
         raise MatrixFreeError(f"layer `{self.name}` is matrix-free: there is no matrix to save")
@@ -590,20 +601,8 @@ def layer_from_parts(
     return OperatorLayer(name, blocks, output, weight_name, bias_name)
 
 
-KINDS: dict[str, Callable[[dict[str, Any], Mapping[str, Tensor]], LayerCurvature]] = {
-    KroneckerLayer.kind: KroneckerLayer.unpack,
-    SharedLayer.kind: SharedLayer.unpack,
-    PlainLayer.kind: PlainLayer.unpack,
-    TiedLayer.kind: TiedLayer.unpack,
-}
-
-
-def unpack_layer(row: dict[str, Any], tensors: Mapping[str, Tensor]) -> LayerCurvature:
-    """The layer that `header` and `tensors` took apart; a row of the first format has no kind."""
-    return KINDS[row.get("kind", KroneckerLayer.kind)](row, tensors)
-
-
-def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def under_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors under paths that begin with `prefix`."""
     return {f"{prefix}/{key}": tensor for key, tensor in tensors.items()}
 
 

@@ -59,7 +59,6 @@ __all__ = [
     "nonzero_or_one",
     "poseig",
     "poseig_diagonal",
-    "poseig_difference",
     "squares_in_range",
     "symmetric_product",
 ]
@@ -195,7 +194,7 @@ RECENT = 6  # of one factor: the three factorisations of a factored inverse, for
 
 @dataclass(frozen=True, eq=False)
 class Factor(FullPrecision, ABC):
-    """A symmetric n × n matrix in one of four forms; its tensors are the positional fields."""
+    """A symmetric n × n matrix in one of several forms; its tensors are the positional fields."""
 
     kind: ClassVar[str]
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False, kw_only=True)
@@ -286,6 +285,10 @@ class Factor(FullPrecision, ABC):
     def unfactorised(self) -> Self:
         """The same factor with nothing remembered: what solvers then factorise is freed with this one."""
         return replace(self, _memo={})
+
+    def formed(self) -> Factor:
+        """The same factor made of tensors that a file can hold: itself, unless its rows are not formed."""
+        return self
 
     def shares_rows_with(self, other: Factor) -> bool:
         """Whether both are made of the same rows; see `GramFactor`."""
@@ -646,41 +649,3 @@ class InputFactors(FullPrecision):
         """The same with `function` applied to each tensor."""
         mean = None if self.given_mean is None else function(self.given_mean)
         return InputFactors(self.full.map(function), mean)
-
-
-DROPPED = 1e-12  # of the largest eigenvalue of a Gram matrix: directions that are rounding
-
-
-def poseig_difference(plus: Factor, minus: Factor, gamma: float) -> Factor:
-    """PosEig of plus - minus, two factors of one size; entry by entry where one of them is diagonal.
-
-    Of two Gram factors with k rows V in all, fewer than columns, it is a Gram factor, by two k × k problems:
-    with VVᵀ = UΛUᵀ, the rows Q = Λ^-½ Uᵀ V are orthonormal and plus - minus = Qᵀ (Λ^½ Uᵀ Σ U Λ^½) Q, with Σ
-    the signs.
-
-    >>> one = GramFactor(torch.tensor([[2.0, 0.0, 0.0]]), torch.ones(1))
-    >>> two = GramFactor(torch.tensor([[0.0, 1.0, 0.0]]), torch.ones(1))
-    >>> poseig_difference(one, two, gamma=-1.0).to_dense().diagonal()
-    tensor([4., 1., 0.])
-    """
-    if isinstance(plus, DiagonalFactor) or isinstance(minus, DiagonalFactor):
-        return DiagonalFactor(poseig_diagonal(plus.diagonal() - minus.diagonal(), gamma))
-    if not isinstance(plus, GramFactor) or not isinstance(minus, GramFactor):
-        return DenseFactor(poseig(plus.to_dense() - minus.to_dense(), gamma))
-    if len(plus.rows) + len(minus.rows) >= plus.size:
-        return DenseFactor(poseig(plus.to_dense() - minus.to_dense(), gamma))
-    return _poseig_of_rows(plus, minus, gamma)
-
-
-def _poseig_of_rows(plus: GramFactor, minus: GramFactor, gamma: float) -> GramFactor:
-    rows = torch.cat([plus.scaled_rows(), minus.scaled_rows()])
-    signs = rows.new_ones(len(rows))
-    signs[len(plus.rows) :] = -1
-    squares, vectors = torch.linalg.eigh(gram(rows))
-    held = squares > DROPPED * squares[-1]
-    squares, vectors = squares[held], vectors[:, held]
-    roots = squares.sqrt()
-    inner = (vectors * signs[:, None]).T @ vectors * torch.outer(roots, roots)
-    eigenvalues, turn = torch.linalg.eigh((inner + inner.T) / 2)
-    basis = (vectors / roots) @ turn
-    return GramFactor(basis.T @ rows, poseig_diagonal(eigenvalues, gamma).sqrt())

@@ -1,6 +1,7 @@
 """(F + τI)⁻¹ for a factor F, on its smaller side.
 
 dense      by Cholesky
+rows       the same with rows that are never formed (`example_factors`)
 Gram       (HᵀCH + τI)⁻¹ x = (x - H'ᵀ (K + τI)⁻¹ H' x) / τ    (Woodbury), K = H'H'ᵀ of m × m
 rank one   (vvᵀ + τI)⁻¹ x = (x - v (vᵀx) / (τ + ‖v‖²)) / τ    (Sherman-Morrison)
 diagonal   entry by entry
@@ -17,12 +18,14 @@ import torch
 from torch import Tensor
 
 from curvlab.linalg.eigen import eigvalsh
+from curvlab.linalg.example_factors import ExampleFactor
 from curvlab.linalg.factors import DiagonalFactor, Factor, GramFactor, RankOneFactor
 from curvlab.linalg.precision import FullPrecision
 
 __all__ = [
     "DenseInverse",
     "DiagonalInverse",
+    "ExampleInverse",
     "GramInverse",
     "NotFiniteError",
     "NotPositiveDefiniteError",
@@ -171,6 +174,22 @@ class GramInverse(ShiftedInverse):
 
 
 @dataclass(frozen=True, eq=False)
+class ExampleInverse(ShiftedInverse):
+    """The same for rows that are not formed: two products with them, and one of k × k between."""
+
+    factor: ExampleFactor
+    lower: Tensor
+    shift: Tensor | float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        columns = []
+        for column in x.unbind(1):
+            inner = cholesky_multiply(self.lower, self.factor.inner(column)[:, None])[:, 0]
+            columns.append((column - self.factor.combination(inner)) / self.shift)
+        return torch.stack(columns, 1)
+
+
+@dataclass(frozen=True, eq=False)
 class RankOneInverse(ShiftedInverse):
     """By the Sherman-Morrison formula."""
 
@@ -193,5 +212,8 @@ def shifted_inverse(
     if isinstance(factor, GramFactor) and factor.narrow:
         small = factor.remember_recent(("gram", key), lambda: cholesky_shifted(factor.gram, shift, check))
         return GramInverse(factor, small, shift)
+    if isinstance(factor, ExampleFactor) and factor.narrow and factor.signs is None:
+        inner = factor.remember_recent(("gram", key), lambda: cholesky_shifted(factor.gram, shift, check))
+        return ExampleInverse(factor, inner, shift)
     lower = factor.remember_recent(("dense", key), lambda: cholesky_shifted(factor.to_dense(), shift, check))
     return DenseInverse(lower)

@@ -29,7 +29,7 @@ from curvlab.exceptions import StaleError
 from curvlab.linalg import DenseFactor, Factor, GramFactor
 from curvlab.linalg.factors import DiagonalFactor, InputFactors, gram
 from curvlab.model.layers import Layer, MatrixRole, view_of_use
-from curvlab.model.nodes import NonlinearNode
+from curvlab.model.nodes import NodeInput
 from curvlab.model.recording import GraphRecording
 from curvlab.model.uses import EmbeddingUse, WeightUse
 from curvlab.model.watch import SeenUse
@@ -46,11 +46,12 @@ __all__ = [
     "check_not_overwritten",
     "diagonal_beyond",
     "input_sides",
+    "placed_uses",
     "side_count",
 ]
 
 Sharing = Literal["expand", "reduce"]
-AtNodes = Mapping[NonlinearNode, Tensor] | None
+AtNodes = Mapping[NodeInput, Tensor] | None
 MAX_FACTOR = 8192
 
 
@@ -62,7 +63,17 @@ class Sides:
     positions: int | None = None
     seed: int = 0
     max_factor: int = MAX_FACTOR
-    diagonal: bool = False
+    structure: str = "kronecker"
+
+    @property
+    def diagonal(self) -> bool:
+        """Whether only the diagonal is asked for."""
+        return self.structure == "diagonal"
+
+    @property
+    def keeps_examples(self) -> bool:
+        """Whether the rows of the examples are kept for whole parameters."""
+        return self.structure in ("block", "layer", "full")
 
     def sampled(self, positions: int) -> int | None:
         """How many of so many positions are drawn; None for all."""

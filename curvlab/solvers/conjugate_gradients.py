@@ -25,6 +25,7 @@ from torch import Tensor
 
 from curvlab.curvature import Curvature
 from curvlab.curvature_layers import LayerCurvature, OperatorLayer, TiedLayer
+from curvlab.curvature_structures import EigenLayer
 from curvlab.exceptions import PairError, SolveError, SpecError
 from curvlab.linalg import Block, DenseFactor, DiagonalFactor, Factor, GramFactor, Matrix
 from curvlab.linalg.cg import CGResult, SymmetricOperator, conjugate_gradients
@@ -82,7 +83,7 @@ class CG(Solver):
     input_factor: ClassVar[InputKind] = "full"
     needs_psd: ClassVar[bool] = False
     needs_kronecker: ClassVar[bool] = False
-    structures: ClassVar[tuple[str, ...]] = ("kronecker", "diagonal", "block", "full")
+    structures: ClassVar[tuple[str, ...]] = ("kronecker", "ekfac", "diagonal", "block", "layer", "full")
     max_iter: int = 20
     tol: float = 1e-10
     formulation: Formulation = field(default="reduced", kw_only=True)
@@ -127,7 +128,7 @@ class CG(Solver):
         """Itself on Kronecker factors, of more than `mean_above` inputs `ea-cg`; by products elsewhere."""
         if self.input_factor != "full":
             return self
-        if isinstance(layer, TiedLayer | OperatorLayer):
+        if isinstance(layer, TiedLayer | OperatorLayer | EigenLayer) or curvature.structure == "block":
             return BlockCG(cg=self, curvature=curvature, start=None, given_preconditioner=None)
         if self.mean_above is None or layer.input_size <= self.mean_above:
             return self

@@ -4,7 +4,9 @@
 
 In the sample space K = V S Vᵀ takes the place of A: s B M K + τ M = -S'ᵀ is solved by the same formula
 with Q = V, and D = M H'. A diagonal factor is in its own basis. Of a wide B that is held as fewer rows only
-the eigenvectors of those are made; on what is orthogonal to them, B is zero and the solution is -G/τ.
+the eigenvectors of those are made; on what is orthogonal to them, B is zero and the solution is -G/τ. Blocks
+that are no Kronecker products, second moments of the examples' rows, are solved among these rows
+(`curvlab.solvers.example_systems`).
 """
 
 from __future__ import annotations
@@ -15,19 +17,24 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from curvlab.curvature import LayerCurvature
+from curvlab.curvature import Curvature, LayerCurvature
+from curvlab.curvature_structures import EigenLayer
+from curvlab.exceptions import PairError
 from curvlab.linalg import DiagonalFactor, Factor, GramFactor, eigh
 from curvlab.linalg.factors import InputKind
 from curvlab.linalg.inverse import NotFiniteError, NotPositiveDefiniteError
 from curvlab.measure import device
-from curvlab.solvers.base import LayerDirection, LayerGradient, Solver
+from curvlab.solvers.base import Guidance, LayerDirection, LayerGradient, Solver
 from curvlab.solvers.cost_model import Eigen, choose_coordinates
 from curvlab.solvers.damping import Damping
+from curvlab.solvers.eigen_systems import EigenExact
+from curvlab.solvers.example_systems import ExampleExact
 from curvlab.solvers.input_coordinates import InputCoordinates, Scalar
 from curvlab.solvers.systems import DampedSystem, input_rank, output_factor
 
 __all__ = ["Exact"]
 
+EXAMPLE_STRUCTURES = ("block", "layer", "full")
 WHOLE_BASIS_UP_TO = 4096  # outputs: a wider Gram factor has the eigenvectors of its rows alone
 
 
@@ -78,7 +85,23 @@ class Exact(Solver):
     """
 
     input_factor: ClassVar[InputKind] = "full"
-    structures: ClassVar[tuple[str, ...]] = ("kronecker", "diagonal")
+    structures: ClassVar[tuple[str, ...]] = ("kronecker", "ekfac", "diagonal", *EXAMPLE_STRUCTURES)
+
+    def adapt(self, curvature: Curvature, name: str, guidance: Guidance) -> Solver:
+        """Itself on factors; among the examples' rows where the curvature is made of these."""
+        adapted = super().adapt(curvature, name, guidance)
+        if curvature.structure not in EXAMPLE_STRUCTURES:
+            return adapted
+        if self.route != "auto":
+            raise PairError(
+                f"`{name}`: `route` chooses how Kronecker factors are used, and `{curvature.provider}` has "
+                f"none. Leave it out"
+            )
+        return ExampleExact(curvature=curvature)
+
+    def for_layer(self, layer: LayerCurvature, curvature: Curvature) -> Solver:
+        """Itself on factors; in a block's own basis where it has one."""
+        return EigenExact() if isinstance(layer, EigenLayer) else self
 
     def prepare(self, layer: LayerCurvature, damping: Damping, gradient: LayerGradient) -> _State:
         output = _output_basis(output_factor(layer))
