@@ -160,6 +160,7 @@ def main(name: str, kills: int, seed: int, base: Path) -> dict[str, Any]:
             elif not finished:
                 counts["failed"].append(ended)
             finished = finished or last or bool(counts["failed"])
+            print(f"folder {folder.name}: {ended}", file=sys.stderr, flush=True)  # for whoever cuts this off
         found = measured(folder)
         counts["different"] += [key for key in reference if found.get(key) != reference[key]]
         counts["different"] += [key for key in found if key not in reference]
