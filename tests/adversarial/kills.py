@@ -9,7 +9,7 @@ SIGTERM at a random moment within the time that an uninterrupted run takes. Prin
     lost         rows that were whole before an attempt and are not there after it
     different    rows that an uninterrupted run has otherwise, in what is not a time
     hangs        resumed attempts that were not over after 150 seconds
-    failed       attempts that ended otherwise, or left workers behind that were there 20 seconds later
+    failed       attempts that ended otherwise, or left workers behind that were there 60 seconds later
 
 Nothing heavy is imported at the top: a worker imports the main module of its parent before it can look after
 that, and one whose parent is killed meanwhile would first import torch for nobody.
@@ -30,7 +30,7 @@ from typing import Any
 __all__ = ["STUDIES", "main"]
 
 DATA = "synthetic[features=5,classes=3,examples=60]"
-ORPHAN_SECONDS = 20
+ORPHAN_SECONDS = 60  # the import of torch lets no other thread run, and takes long on a busy machine
 HANG_SECONDS = 150  # importing torch in new workers takes long on a busy machine
 
 
@@ -160,6 +160,7 @@ def main(name: str, kills: int, seed: int, base: Path) -> dict[str, Any]:
             elif not finished:
                 counts["failed"].append(ended)
             finished = finished or last or bool(counts["failed"])
+            print(f"folder {folder.name}: {ended}", file=sys.stderr, flush=True)  # for whoever cuts this off
         found = measured(folder)
         counts["different"] += [key for key in reference if found.get(key) != reference[key]]
         counts["different"] += [key for key in found if key not in reference]
