@@ -21,6 +21,14 @@ from curvlab.optim import SecondOrder
 ARCHITECTURES = ("fcnn", "cnn", "resnet8", "vit-tiny", "gpt-nano")
 CRITERIA = ("cross-entropy", "robust", "mse")
 PROVIDERS = ("fisher", "fisher[kind=mc]", "gauss-newton[samples=1,kind=rows]", "pch-1", "hessian")
+ROWS = (
+    "pch[kind=rows,poseig=node,positions=4]",
+    "pch[kind=rows,poseig=last,positions=4]",
+    "pch[kind=rows,poseig=node,structure=layer]",
+    "fisher[structure=layer]",
+    "fisher[structure=full]",
+    "fisher[structure=ekfac]",
+)
 SOLVERS = ("kfi", "sm-kfi", "cg", "ea-cg", "exact")
 STEPS = 30
 PROBES = 4
@@ -51,6 +59,19 @@ class Step(base.Cost):
 
     def baseline(self) -> list[Tensor]:
         return list(self.problem.tensors.values())
+
+
+class Structures(Step):
+    """What is made of the examples' rows, and PCH of rows, on a convolutional network and a transformer."""
+
+    axes = {
+        "provider": ROWS,
+        "solver": ("exact",),
+        "architecture": ("cnn", "gpt-nano"),
+        "criterion": ("cross-entropy",),
+        "batch": (32,),
+        "device": base.DEVICES,
+    }
 
 
 class Loss(base.Suite):

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from curvlab.curvature_io import Packed, load_packed, save_packed
-from curvlab.curvature_layers import LayerCurvature, OperatorLayer, unpack_layer
+from curvlab.curvature_layers import LayerCurvature, OperatorLayer
+from curvlab.curvature_structures import JointLayer, unpack_layer
 from curvlab.exceptions import (
     ArgumentError,
     CurvatureFileError,
@@ -36,7 +37,15 @@ from curvlab.exceptions import (
     stacklevel_of_caller,
 )
 from curvlab.layer_algebra import add_layers, scale_layer, select_layer
-from curvlab.linalg import Block, DiagonalFactor, FactorBlock, KroneckerBlock, ShiftedBlock, ViewedBlock
+from curvlab.linalg import (
+    Block,
+    DiagonalFactor,
+    EigenBlock,
+    FactorBlock,
+    KroneckerBlock,
+    ShiftedBlock,
+    ViewedBlock,
+)
 from curvlab.linalg.blocks import DENSE_BYTES, check_dense_bytes
 from curvlab.linalg.eigenbases import DENSE_OPERATOR_UP_TO, Eigenbasis
 from curvlab.linalg.estimators import Estimate, Estimator, estimate_trace
@@ -69,6 +78,8 @@ STRUCTURES = {
     "kronecker": "Kronecker-factored, block diagonal by parameter",
     "diagonal": "diagonal",
     "block": "block diagonal by parameter",
+    "ekfac": "diagonal in the eigenvectors of Kronecker factors, by parameter",
+    "layer": "block diagonal by layer",
     "full": "the whole matrix, cross-layer blocks included",
 }
 
@@ -93,10 +104,10 @@ class Curvature(FullPrecision):
     """A symmetric matrix over the parameters of a model, block by block.
 
     `layers` and `full_product` are of the data part; `shift` is λ of λI, which every product and measure of
-    the curvature includes. `structure` names the matrix: `kronecker`, `diagonal`, `block` (block diagonal by
-    parameter) or `full` (with its cross-layer blocks). `products_at_once` is how many products may be taken
-    in one batched pass. `left_out` are the trainable parameters that have no block, by the
-    user's choice of layers, with their shapes.
+    the curvature includes. `structure` names the matrix: `kronecker`, `ekfac`, `diagonal`, `block` (block
+    diagonal by parameter), `layer` (by layer) or `full` (with its cross-layer blocks). `products_at_once` is
+    how many products may be taken in one batched pass. `left_out` are the trainable parameters that have no
+    block, by the user's choice of layers, with their shapes.
 
     >>> import curvlab
     >>> from torch import nn
@@ -120,6 +131,11 @@ class Curvature(FullPrecision):
     structure: str = "kronecker"
     left_out: Mapping[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
     products_at_once: int = field(default=1, repr=False)
+
+    def __post_init__(self) -> None:
+        """Layers with blocks between their parameters bring the product with these."""
+        if any(isinstance(layer, JointLayer) for layer in self.layers):
+            object.__setattr__(self, "full_product", JointProduct(self.layers))
 
     @property
     def blocks(self) -> dict[str, Block]:
@@ -490,9 +506,10 @@ class Curvature(FullPrecision):
 
     def pack(self) -> Packed:
         """The parts of a curvature whose layers all have factors."""
+        layers = [layer.formed() for layer in self.layers]
         tensors = {
             f"{index}/{path}": tensor
-            for index, layer in enumerate(self.layers)
+            for index, layer in enumerate(layers)
             for path, tensor in layer.tensors().items()
         }
         header = {
@@ -505,7 +522,7 @@ class Curvature(FullPrecision):
             "shift": self.shift,
             "structure": self.structure,
             "left_out": {name: list(shape) for name, shape in self.left_out.items()},
-            "layers": [layer.header() for layer in self.layers],
+            "layers": [layer.header() for layer in layers],
         }
         return Packed(header, tensors)
 
@@ -532,7 +549,7 @@ class Curvature(FullPrecision):
 
     def __getstate__(self) -> dict[str, Any]:
         """What pickles and deep copies hold: the factors, and no versions of the tensors they are from."""
-        if self.live or self.matrix_free or self.full_product is not None:
+        if self.live or self.matrix_free:
             raise MatrixFreeError(
                 f"`{self.provider}` is matrix-free: its products read the model and the batch, so there is "
                 f"no matrix to pickle or copy. Pickle or copy these, and estimate again"
@@ -595,6 +612,23 @@ class Curvature(FullPrecision):
         return f"<p>{escape(repr(self))}</p>{notes}{pd.DataFrame(rows).to_html(index=False)}"
 
 
+@dataclass(frozen=True, eq=False)
+class JointProduct:
+    """The product with all blocks of some layers, those between the parameters of a layer included."""
+
+    layers: tuple[LayerCurvature, ...]
+
+    def __call__(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The matrix times `vectors`, by parameter."""
+        found: dict[str, Tensor] = {}
+        for layer in self.layers:
+            if isinstance(layer, JointLayer):
+                found |= layer.product(vectors)
+            else:
+                found |= {name: block.matmul(vectors[name]) for name, block in layer.blocks.items()}
+        return found
+
+
 def _checked_operand(name: str, block: Block, entry: Tensor) -> Tensor:
     """The entry, if it is a tensor of its block's shape, dtype and device."""
     example = block.example
@@ -615,7 +649,7 @@ def _checked_operand(name: str, block: Block, entry: Tensor) -> Tensor:
 
 def _closed_form(block: Block) -> bool:
     data = block.block if isinstance(block, ShiftedBlock) else block
-    return isinstance(data, KroneckerBlock | FactorBlock | ViewedBlock)
+    return isinstance(data, KroneckerBlock | FactorBlock | ViewedBlock | EigenBlock)
 
 
 def _block_trace(block: Block) -> Estimate:
@@ -644,7 +678,7 @@ def _extremes(block: Block) -> tuple[float, float]:
         factors = [block.output, block.input]
     elif isinstance(block, FactorBlock):
         factors = [block.factor]
-    else:
+    else:  # a block that knows its eigenvalues, or a small one
         values = block.eigvalsh()
         return float(values[0]), float(values[-1])
     if any(f.rank_bound > EIGENVALUES_UP_TO and not isinstance(f, DiagonalFactor) for f in factors):

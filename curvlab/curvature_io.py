@@ -24,7 +24,8 @@ from curvlab.exceptions import (
     describe_argument,
 )
 from curvlab.files import replaced
-from curvlab.linalg import DenseFactor, DiagonalFactor, Factor, GramFactor, RankOneFactor
+from curvlab.linalg import DenseFactor, DiagonalFactor, ExampleFactor, Factor, GramFactor, RankOneFactor
+from curvlab.linalg.example_factors import example_factor_from
 from curvlab.linalg.factors import InputFactors
 
 __all__ = ["Packed", "factor_from", "input_factors_from", "load_packed", "save_packed", "tensors_under"]
@@ -36,7 +37,7 @@ EXPECTED = "expected a safetensors file that Curvature.save() has written"
 
 FACTORS: dict[str, Callable[..., Factor]] = {
     factor.kind: factor for factor in (DenseFactor, GramFactor, RankOneFactor, DiagonalFactor)
-}
+} | {ExampleFactor.kind: example_factor_from}
 
 
 @dataclass(frozen=True, eq=False)

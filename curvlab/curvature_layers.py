@@ -6,6 +6,8 @@
     TiedLayer        a sum of Kronecker products                a matrix that is a lookup and a head
     OperatorLayer    products only                              hessian, gauss-newton[kind=exact]
 
+`curvlab.curvature_structures` has those of structures that are no Kronecker product.
+
 Blocks act on tensors of a parameter's own shape. What a solver is given are a layer's *units*: Kronecker
 layers with at most one weight matrix and one bias vector each. Those with a weight are the matrices of the
 weight's view, in their order; a unit's bias is a whole parameter, flattened.
@@ -19,6 +21,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar, Self
 
+import torch
 from torch import Tensor
 
 from curvlab.curvature_io import factor_from, input_factors_from, tensors_under
@@ -34,6 +37,7 @@ from curvlab.linalg import (
     ViewedBlock,
 )
 from curvlab.linalg.factors import InputFactors, InputKind
+from curvlab.linalg.stacks import diagonal_blocks
 
 __all__ = [
     "KroneckerLayer",
@@ -45,7 +49,7 @@ __all__ = [
     "Summand",
     "TiedLayer",
     "layer_from_parts",
-    "unpack_layer",
+    "under_prefix",
 ]
 
 TensorMap = Callable[[Tensor], Tensor]
@@ -100,14 +104,23 @@ class LayerCurvature(metaclass=_LayerType):
     def _units(self, kind: InputKind) -> tuple[KroneckerLayer, ...]:
         """What `units` keeps."""
 
-    def units(self, kind: InputKind) -> tuple[KroneckerLayer, ...]:
-        """The Kronecker layers that a solver with the `kind` of input factor is given; kept once made."""
-        if kind not in self._kept_units:
-            self._kept_units[kind] = self._units(kind)
-        return self._kept_units[kind]
+    def _stacked_units(self, kind: InputKind) -> tuple[KroneckerLayer, ...] | None:
+        """The same with the matrices of a weight as one stack; None where they are none."""
+        return None
+
+    def units(self, kind: InputKind, *, stacked: bool = False) -> tuple[KroneckerLayer, ...]:
+        """The Kronecker layers that a solver with the `kind` of input factor is given; kept once made.
+
+        `stacked`: many small matrices of one weight are one unit, whose factors are stacks.
+        """
+        key = (kind, stacked)
+        if key not in self._kept_units:
+            together = self._stacked_units(kind) if stacked else None
+            self._kept_units[key] = self._units(kind) if together is None else together
+        return self._kept_units[key]
 
     @cached_property
-    def _kept_units(self) -> dict[str, tuple[KroneckerLayer, ...]]:
+    def _kept_units(self) -> dict[tuple[str, bool], tuple[KroneckerLayer, ...]]:
         return {}
 
     @property
@@ -134,6 +147,10 @@ class LayerCurvature(metaclass=_LayerType):
     def bias_operator(self) -> Block | None:
         """The bias's block where it is matrix-free."""
         return None
+
+    def formed(self) -> LayerCurvature:
+        """The same layer made of tensors that a file can hold."""
+        return self
 
     def __getstate__(self) -> dict[str, Any]:
         """What copies and pickles hold: the fields, and nothing that was made from them."""
@@ -175,8 +192,8 @@ class KroneckerLayer(LayerCurvature):
         return replace(self, output=self.output.map(function), inputs=inputs)
 
     def tensors(self) -> dict[str, Tensor]:
-        inputs = {} if self.inputs is None else _under("input", self.inputs.tensors())
-        return _under("output", self.output.tensors()) | inputs
+        inputs = {} if self.inputs is None else under_prefix("input", self.inputs.tensors())
+        return under_prefix("output", self.output.tensors()) | inputs
 
     def header(self) -> dict[str, Any]:
         row = {"kind": self.kind, "name": self.name, "weight": self.weight_name, "bias": self.bias_name}
@@ -192,7 +209,7 @@ class KroneckerLayer(LayerCurvature):
     def _units(self, kind: InputKind) -> tuple[KroneckerLayer, ...]:
         return (self,)
 
-    def units(self, kind: InputKind) -> tuple[KroneckerLayer, ...]:
+    def units(self, kind: InputKind, *, stacked: bool = False) -> tuple[KroneckerLayer, ...]:
         """Itself."""
         return (self,)
 
@@ -223,7 +240,7 @@ class KroneckerPart:
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that define the part."""
-        return _under("output", self.output.tensors()) | _under("input", self.inputs.tensors())
+        return under_prefix("output", self.output.tensors()) | under_prefix("input", self.inputs.tensors())
 
     def header(self) -> dict[str, str]:
         """The kinds of the factors."""
@@ -259,7 +276,7 @@ class Summand:
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of all parts."""
         parts = enumerate(self.parts)
-        return {key: t for i, part in parts for key, t in _under(f"part{i}", part.tensors()).items()}
+        return {key: t for i, part in parts for key, t in under_prefix(f"part{i}", part.tensors()).items()}
 
     def header(self) -> dict[str, Any]:
         """The view, and the kinds of the factors."""
@@ -337,7 +354,7 @@ class SharedLayer(LayerCurvature):
 
     def tensors(self) -> dict[str, Tensor]:
         parts = {} if self._summand is None else self._summand.tensors()
-        return parts | _under("mean-output", self.mean_output.tensors())
+        return parts | under_prefix("mean-output", self.mean_output.tensors())
 
     def header(self) -> dict[str, Any]:
         row = {"kind": self.kind, "name": self.name, "weight": self.weight_name, "bias": self.bias_name}
@@ -366,6 +383,19 @@ class SharedLayer(LayerCurvature):
             name = self.name if len(self.parts) == 1 else f"{self.name}[{index}]"
             units.append(KroneckerLayer(name, self.weight_name, bias, output, part.inputs))
         if alone:
+            units.append(KroneckerLayer(self.name, None, self.bias_name, self.mean_output))
+        return tuple(units)
+
+    def _stacked_units(self, kind: InputKind) -> tuple[KroneckerLayer, ...] | None:
+        block = None if self.weight_name is None else self.blocks[self.weight_name]
+        if not isinstance(block, ViewedBlock) or not block.stackable:
+            return None
+        means = torch.stack([part.inputs.mean for part in self.parts])
+        # Who reads E[h] alone forms no E[hhᵀ].
+        inputs = InputFactors(lambda: block.stack.input, means)
+        output = block.stack.output if kind == "full" else diagonal_blocks(self.mean_output, len(self.parts))
+        units = [KroneckerLayer(self.name, self.weight_name, None, output, inputs)]
+        if self.bias_name is not None:
             units.append(KroneckerLayer(self.name, None, self.bias_name, self.mean_output))
         return tuple(units)
 
@@ -412,8 +442,11 @@ class PlainLayer(LayerCurvature):
     def map(self, function: TensorMap) -> Self:
         return replace(self, factor=self.factor.map(function))
 
+    def formed(self) -> PlainLayer:
+        return replace(self, factor=self.factor.formed())
+
     def tensors(self) -> dict[str, Tensor]:
-        return _under("factor", self.factor.tensors())
+        return under_prefix("factor", self.factor.tensors())
 
     def header(self) -> dict[str, Any]:
         return {"kind": self.kind, "name": self.name, "shape": list(self.shape), "factor": self.factor.kind}
@@ -454,7 +487,9 @@ class TiedLayer(LayerCurvature):
 
     def tensors(self) -> dict[str, Tensor]:
         summands = enumerate(self.summands)
-        return {key: t for i, one in summands for key, t in _under(f"summand{i}", one.tensors()).items()}
+        return {
+            key: t for i, one in summands for key, t in under_prefix(f"summand{i}", one.tensors()).items()
+        }
 
     def header(self) -> dict[str, Any]:
         summands = [summand.header() for summand in self.summands]
@@ -521,7 +556,7 @@ class OperatorLayer(LayerCurvature):
 
     def tensors(self) -> dict[str, Tensor]:
         """Those of `output`: what the operators read is the model's."""
-        return {} if self.output is None else _under("output", self.output.tensors())
+        return {} if self.output is None else under_prefix("output", self.output.tensors())
 
     def header(self) -> dict[str, Any]:
         raise MatrixFreeError(f"layer `{self.name}` is matrix-free: there is no matrix to save")
@@ -566,20 +601,8 @@ def layer_from_parts(
     return OperatorLayer(name, blocks, output, weight_name, bias_name)
 
 
-KINDS: dict[str, Callable[[dict[str, Any], Mapping[str, Tensor]], LayerCurvature]] = {
-    KroneckerLayer.kind: KroneckerLayer.unpack,
-    SharedLayer.kind: SharedLayer.unpack,
-    PlainLayer.kind: PlainLayer.unpack,
-    TiedLayer.kind: TiedLayer.unpack,
-}
-
-
-def unpack_layer(row: dict[str, Any], tensors: Mapping[str, Tensor]) -> LayerCurvature:
-    """The layer that `header` and `tensors` took apart; a row of the first format has no kind."""
-    return KINDS[row.get("kind", KroneckerLayer.kind)](row, tensors)
-
-
-def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def under_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors under paths that begin with `prefix`."""
     return {f"{prefix}/{key}": tensor for key, tensor in tensors.items()}
 
 

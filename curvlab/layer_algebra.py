@@ -6,7 +6,7 @@ A₁ ⊗ B₁ + A₂ ⊗ B₂                     a sum has none: it is known by
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import singledispatch
 
@@ -22,10 +22,12 @@ from curvlab.curvature_layers import (
     Summand,
     TiedLayer,
 )
+from curvlab.curvature_structures import EigenLayer, JointLayer
 from curvlab.linalg import (
     Block,
     DenseFactor,
     DiagonalFactor,
+    ExampleFactor,
     Factor,
     FactorBlock,
     GramFactor,
@@ -46,6 +48,11 @@ def scale_factor(factor: Factor, scale: float) -> Factor:
         return DiagonalFactor(scale * factor.values)
     if isinstance(factor, GramFactor) and scale >= 0:
         return GramFactor(factor.rows, factor.root * scale**0.5)
+    if isinstance(factor, ExampleFactor):
+        signs = factor.signs
+        if scale < 0:
+            signs = -factor.root.new_ones(factor.count) if signs is None else -signs
+        return ExampleFactor(factor.parts, factor.root * abs(scale) ** 0.5, factor.mixing, signs)
     return DenseFactor(scale * factor.to_dense())
 
 
@@ -73,6 +80,21 @@ def _(layer: SharedLayer, scale: float) -> LayerCurvature:
 @scale_layer.register
 def _(layer: PlainLayer, scale: float) -> LayerCurvature:
     return replace(layer, factor=scale_factor(layer.factor, scale))
+
+
+@scale_layer.register
+def _(layer: JointLayer, scale: float) -> LayerCurvature:
+    return replace(layer, factor=scale_factor(layer.factor, scale))
+
+
+@scale_layer.register
+def _(layer: EigenLayer, scale: float) -> LayerCurvature:
+    parts = tuple(replace(part, values=scale * part.values) for part in layer.block.parts)
+    return replace(
+        layer,
+        block=replace(layer.block, parts=parts),
+        mean_output=scale_factor(layer.mean_output, scale),
+    )
 
 
 @scale_layer.register
@@ -117,6 +139,34 @@ def _(layer: SharedLayer, names: Collection[str]) -> LayerCurvature | None:
     if weight is None:
         return replace(layer, weight_name=None, bias_name=bias, view=None, parts=())
     return replace(layer, bias_name=bias)
+
+
+@select_layer.register
+def _(layer: JointLayer, names: Collection[str]) -> LayerCurvature | None:
+    shapes = {name: shape for name, shape in layer.shapes.items() if name in names}
+    if not shapes:
+        return None
+    spans = [layer.spans[name] for name in shapes]
+    return replace(layer, shapes=shapes, factor=_select_entries(layer.factor, spans))
+
+
+def _select_entries(factor: Factor, spans: Sequence[tuple[int, int]]) -> Factor:
+    """The factor over some of its entries."""
+    if isinstance(factor, ExampleFactor):
+        return factor.select(spans)
+    index = torch.cat([torch.arange(*span) for span in spans]).to(factor.example.device)
+    if isinstance(factor, GramFactor):
+        return GramFactor(factor.rows[:, index], factor.root)
+    return DenseFactor(factor.to_dense()[index[:, None], index])
+
+
+@select_layer.register
+def _(layer: EigenLayer, names: Collection[str]) -> LayerCurvature | None:
+    if layer.weight_name in names:
+        return replace(layer, bias_name=_chosen(layer.bias_name, names))
+    if layer.bias_name is None or layer.bias_name not in names:
+        return None
+    return KroneckerLayer(layer.name, None, layer.bias_name, layer.mean_output)
 
 
 @select_layer.register

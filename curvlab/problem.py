@@ -56,7 +56,8 @@ class Reading:
     """What the first batch has shown of the model: its layers with blocks, and its chain where it is one.
 
     `output_layers` names the layers whose output is the logits, `left_out` functions whose own curvature is
-    not known (`curvlab.model.nodes`).
+    left out of mean curvatures (`curvlab.model.nodes`), `unknown` those whose local Hessians are not known
+    either, and `reused` the layers whose weight is used more than once.
     """
 
     layers: tuple[Layer, ...]
@@ -64,13 +65,17 @@ class Reading:
     no_chain: str
     output_layers: frozenset[str] = frozenset()
     left_out: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+    reused: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, recording: Recording) -> Reading:
         """What one recording shows."""
         outputs = frozenset(layer.name for layer in recording.output_layers)
         chain = recording.chain if isinstance(recording, ChainRecording) else None
-        return cls(recording.layout, chain, recording.no_chain, outputs, recording.left_out)
+        reused = tuple(layer.name for layer in recording.reused_layers)
+        named = (recording.left_out, recording.unknown_functions, reused)
+        return cls(recording.layout, chain, recording.no_chain, outputs, *named)
 
 
 class Problem(FullPrecision):

@@ -224,7 +224,7 @@ QUADRATIC = ("gauss-newton", "pch-1", "pch-2", "fisher[kind=exact]")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 6))])
 def test_on_a_quadratic_the_exact_providers_are_one_group_and_the_empirical_fisher_is_never_named(
     seed: int,
 ) -> None:

@@ -383,3 +383,62 @@ def test_levenberg_marquardt_keeps_its_bounds():
 def test_options_out_of_range_are_refused(wrong):
     with pytest.raises(SpecError, match=next(iter(wrong))):
         SecondOrder(network(5, 4, 3), "cross-entropy", **wrong)
+
+
+# SPRING
+
+
+@pytest.mark.parametrize("solver", ["exact", "cg[max_iter=400,tol=1e-13]"])
+@pytest.mark.parametrize("provider", ["fisher[structure=layer]", "fisher[structure=full]", "pch-1"])
+def test_spring_is_its_formula(provider: str, solver: str) -> None:
+    """d = μ d₋ - (sC + τI)⁻¹ (g + μ s C d₋), with dense matrices."""
+    model, inputs, targets = _spring_problem()
+    optimizer = SecondOrder(model, "cross-entropy", provider, solver, lr=0.3, alpha=0.2, spring=0.9)
+    last = torch.zeros(sum(p.numel() for p in model.parameters())).double()
+    for _ in range(3):
+        problem = curvlab.Problem(model, "cross-entropy", inputs, targets)
+        dense = curvlab.estimate(provider, problem).to_dense()
+        gradient = torch.cat([value.flatten() for value in problem.gradient().values()])
+        damped = 0.8 * dense + 0.2 * torch.eye(len(dense)).double()
+        last = 0.9 * last - torch.linalg.solve(damped, gradient + 0.9 * 0.8 * dense @ last)
+        expected = torch.cat([p.detach().flatten() for p in model.parameters()]) + 0.3 * last
+        optimizer.step(inputs, targets)
+        found = torch.cat([p.detach().flatten() for p in model.parameters()])
+        torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
+
+
+def _spring_problem() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3)).double()
+    return model, torch.randn(5, 4).double(), torch.randint(3, (5,))
+
+
+def test_spring_of_zero_is_the_plain_step_and_its_first_step_too() -> None:
+    model, inputs, targets = _spring_problem()
+    others = [copy.deepcopy(model) for _ in range(2)]
+    for one, spring in zip((model, *others), (0.0, 0.0, 0.9), strict=True):
+        SecondOrder(one, "cross-entropy", "fisher[structure=layer]", "exact", spring=spring).step(
+            inputs, targets
+        )
+    plain = [p.detach() for p in model.parameters()]
+    for other in others:
+        for p, expected in zip(other.parameters(), plain, strict=True):
+            torch.testing.assert_close(p.detach(), expected, rtol=1e-12, atol=1e-14)
+
+
+def test_spring_continues_from_a_state_and_refuses_momentum() -> None:
+    model, inputs, targets = _spring_problem()
+    settings = {"provider": "fisher[structure=layer]", "solver": "exact", "spring": 0.9}
+    first = SecondOrder(model, "cross-entropy", **settings)
+    first.step(inputs, targets)
+    twin = copy.deepcopy(model)
+    second = SecondOrder(twin, "cross-entropy", **settings)
+    second.load_state_dict(first.state_dict())
+    first.step(inputs, targets)
+    second.step(inputs, targets)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
+    with pytest.raises(SpecError, match=r"spring=0\.9 with momentum=0\.5.*Use one of them"):
+        SecondOrder(model, "cross-entropy", momentum=0.5, spring=0.9)
+    with pytest.raises(SpecError, match="spring"):
+        SecondOrder(model, "cross-entropy", spring=1.0)

@@ -230,6 +230,26 @@ def test_signs_that_are_shared_are_seen(wrong, monkeypatch: pytest.MonkeyPatch) 
     assert deviation(*draws_and_truth()) > 5
 
 
+def relative_error(draws: Tensor, truth: Tensor) -> float:
+    return float((draws.mean(0) - truth).norm() / truth.norm())
+
+
+@pytest.mark.long
+def test_four_thousand_draws_are_within_five_standard_errors_of_the_mean() -> None:
+    draws, truth = draws_and_truth(4096)
+    assert deviation(draws, truth) < 5
+    assert relative_error(draws, truth) < 0.1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "wrong", [one_sign_for_all_units, two_nodes_share_signs, node_and_output_share_signs]
+)
+def test_signs_that_are_shared_are_more_than_a_tenth_off(wrong, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(propagation, "draw_signs", wrong)
+    assert relative_error(*draws_and_truth(4096)) > 0.1
+
+
 def test_both_signs_in_one_pass_give_another_matrix_than_signs_kept_apart() -> None:
     problem, _ = Case(widths=(3, 4, 4, 3), activation="tanh", examples=2, loss="robust").build()
     node, last = curvlab.estimate([f"{ALL[:-1]},poseig={p}]" for p in ("node", "last")], problem)

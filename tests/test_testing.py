@@ -27,8 +27,18 @@ from curvlab.testing import Check, check_provider, provider_checks, provider_pro
 from curvlab.testing.provider_promises import PROMISES
 
 SLOW = ("hessian", "hessian[full=true]", "gauss-newton[kind=exact]")
+LONG = (
+    "pch[kind=exact]",
+    "hessian[kind=rows]",
+    "fisher[structure=ekfac]",
+    "fisher[structure=full]",
+    "pch[kind=rows,poseig=node,structure=layer]",
+    "gauss-newton[kind=rows,structure=block]",
+)
+MARKS = dict.fromkeys(SLOW, pytest.mark.slow) | dict.fromkeys(LONG, pytest.mark.long)
 BUILT_IN = [
     *SLOW,
+    *LONG,
     "fisher",
     "fisher[kind=mc,samples=3]",
     "fisher[kind=exact]",
@@ -42,7 +52,7 @@ BUILT_IN = [
 @pytest.mark.parametrize(
     "check",
     [
-        pytest.param(check, id=f"{name}-{check}", marks=[pytest.mark.slow] if name in SLOW else [])
+        pytest.param(check, id=f"{name}-{check}", marks=MARKS.get(name, ()))
         for name in BUILT_IN
         for check in provider_checks(name)
     ],

@@ -137,7 +137,12 @@ def finish(compared: Comparison, folder: Path, as_json: bool, quiet: bool) -> No
         click.echo(f"Report: {report}")
     for failure in compared.failures:
         say(f"failed: {failure}")
-    if not compared.measured:
+    if compared.cells.empty:
+        say(
+            f"Error: {folder} has no row of a pair, as after an interruption. The command that began it goes "
+            f"on from there: `{compared.command}`"
+        )
+    elif not compared.measured:
         for reason in compared.warnings if as_json or quiet else ():  # the table has said them
             say(reason)
         say("No pair was measured: every one was skipped or failed. `curvlab list` shows which pairs exist.")

@@ -90,7 +90,7 @@ def _sum_or_raise(
 
 def join_operators(curvature: Curvature, communicator: Communicator, share: float) -> Curvature:
     """The curvature with its matrix-free blocks and cross-layer products reduced over all ranks."""
-    if not curvature.live and curvature.full_product is None:
+    if not curvature.live:
         return curvature
     layers = tuple(_layer(layer, communicator, share) for layer in curvature.layers)
     full = curvature.full_product

@@ -209,7 +209,8 @@ def _payload(
     The place of a gradient's entry is that of its layer for a weight, and after all layers for a bias.
     """
     for statistic, values in local.values.items():
-        for place, value in enumerate(values):
+        for place, given in enumerate(values):
+            value = given.formed() if isinstance(given, Factor) else given
             yield _entry(owners[statistic], place, value), value
     if local.gradient is not None:
         biases = len(weights)

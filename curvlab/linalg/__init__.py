@@ -16,6 +16,14 @@ from curvlab.linalg.blocks import (
     ViewedBlock,
 )
 from curvlab.linalg.eigen import eigh, eigvalsh
+from curvlab.linalg.eigenblocks import EigenBlock, EigenPart
+from curvlab.linalg.example_factors import (
+    ExampleFactor,
+    FormedRows,
+    ParameterRows,
+    poseig_difference,
+    signed_difference,
+)
 from curvlab.linalg.factors import (
     DenseFactor,
     DiagonalFactor,
@@ -26,7 +34,6 @@ from curvlab.linalg.factors import (
     gram,
     poseig,
     poseig_diagonal,
-    poseig_difference,
 )
 from curvlab.linalg.steps import Combination, Matrix, RowProduct, Step, TensorStep, ViewStep
 from curvlab.linalg.views import MatrixView
@@ -36,13 +43,18 @@ __all__ = [
     "Combination",
     "DenseFactor",
     "DiagonalFactor",
+    "EigenBlock",
+    "EigenPart",
+    "ExampleFactor",
     "Factor",
     "FactorBlock",
+    "FormedRows",
     "GramFactor",
     "KroneckerBlock",
     "Matrix",
     "MatrixView",
     "OperatorBlock",
+    "ParameterRows",
     "RankOneFactor",
     "RowProduct",
     "ScaledBlock",
@@ -59,4 +71,5 @@ __all__ = [
     "poseig",
     "poseig_diagonal",
     "poseig_difference",
+    "signed_difference",
 ]

@@ -26,6 +26,7 @@ from curvlab.linalg.blocks import (
     SumBlock,
     ViewedBlock,
 )
+from curvlab.linalg.example_factors import ExampleFactor
 from curvlab.linalg.factors import DenseFactor, DiagonalFactor, Factor, GramFactor, RankOneFactor
 from curvlab.linalg.views import MatrixView
 
@@ -102,6 +103,8 @@ def factor_basis(factor: Factor) -> FactorBasis:
                 factor.size, factor.vector.new_zeros(0), factor.vector.new_zeros(factor.size, 0)
             )
         return FactorBasis(factor.size, (length * length)[None], (factor.vector / length)[:, None])
+    if isinstance(factor, ExampleFactor) and factor.signs is None:
+        return factor_basis(factor.remember("formed", factor.formed))
     if isinstance(factor, GramFactor) and factor.narrow:
         return FactorBasis(factor.size, *factor.remember("svd", lambda: _svd(factor)))
     return FactorBasis(factor.size, *factor.remember("eigh", lambda: _eigh(factor.to_dense())))

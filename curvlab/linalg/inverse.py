@@ -1,6 +1,7 @@
 """(F + τI)⁻¹ for a factor F, on its smaller side.
 
 dense      by Cholesky
+rows       the same with rows that are never formed (`example_factors`)
 Gram       (HᵀCH + τI)⁻¹ x = (x - H'ᵀ (K + τI)⁻¹ H' x) / τ    (Woodbury), K = H'H'ᵀ of m × m
 rank one   (vvᵀ + τI)⁻¹ x = (x - v (vᵀx) / (τ + ‖v‖²)) / τ    (Sherman-Morrison)
 diagonal   entry by entry
@@ -17,12 +18,14 @@ import torch
 from torch import Tensor
 
 from curvlab.linalg.eigen import eigvalsh
+from curvlab.linalg.example_factors import ExampleFactor
 from curvlab.linalg.factors import DiagonalFactor, Factor, GramFactor, RankOneFactor
 from curvlab.linalg.precision import FullPrecision
 
 __all__ = [
     "DenseInverse",
     "DiagonalInverse",
+    "ExampleInverse",
     "GramInverse",
     "NotFiniteError",
     "NotPositiveDefiniteError",
@@ -53,16 +56,19 @@ class NotFiniteError(ArithmeticError):
 def cholesky_shifted(matrix: Tensor, shift: Tensor | float, check: bool = True) -> Tensor:
     """The lower Cholesky factor of F + τI; a failure is retried once in float64, then raised.
 
+    Of a stack (G, n, n), with τ a number or (G, 1, 1), those of all its matrices.
+
     >>> cholesky_shifted(torch.tensor([[3.0]]), 1.0).item()
     2.0
     """
-    n = len(matrix)
+    n = matrix.shape[-1]
     bordered = _copy_with_border(matrix)
-    shifted = bordered[:n, :n]
-    shifted.diagonal().add_(shift)
+    shifted = bordered[..., :n, :n]
+    stacked = isinstance(shift, Tensor) and shift.ndim > 0
+    shifted.diagonal(dim1=-2, dim2=-1).add_(shift[..., 0] if stacked else shift)  # type: ignore[index]
     factor, info = torch.linalg.cholesky_ex(bordered)
-    if not check or int(info) == 0:
-        return factor[:n, :n]
+    if not check or not bool(info.any()):
+        return factor[..., :n, :n]
     if not bool(torch.isfinite(shifted).all()):
         raise NotFiniteError("the matrix to be factorised holds NaN or infinity")
     # The shift is added again: in float32 it may have been lost in the diagonal.
@@ -70,8 +76,8 @@ def cholesky_shifted(matrix: Tensor, shift: Tensor | float, check: bool = True) 
     wide = matrix.cpu().double()
     wide = wide + torch.as_tensor(shift).to(wide) * torch.eye(n, dtype=wide.dtype, device="cpu")
     factor, info = torch.linalg.cholesky_ex(wide)
-    if int(info) != 0:
-        raise NotPositiveDefiniteError(float(eigvalsh(wide)[0]))
+    if bool(info.any()):
+        raise NotPositiveDefiniteError(float(eigvalsh(wide).amin()))
     return factor.to(matrix)
 
 
@@ -82,7 +88,7 @@ def _copy_with_border(matrix: Tensor) -> Tensor:
     factorisation then takes half as long again. The border moves them apart and changes no entry of L.
     """
     n = len(matrix)
-    if matrix.device.type != "cpu" or n * matrix.element_size() % PAGE_BYTES:
+    if matrix.ndim > 2 or matrix.device.type != "cpu" or n * matrix.element_size() % PAGE_BYTES:
         return matrix.clone()
     bordered = matrix.new_zeros(n + BORDER, n + BORDER)
     bordered.diagonal()[n:] = 1
@@ -96,7 +102,7 @@ def cholesky_multiply(lower: Tensor, x: Tensor) -> Tensor:
     >>> cholesky_multiply(torch.tensor([[2.0]]), torch.tensor([[8.0, 4.0]])).tolist()
     [[2.0, 1.0]]
     """
-    if x.shape[1] < x.shape[0]:
+    if x.shape[-1] < x.shape[-2]:
         return torch.cholesky_solve(x, lower)
     return torch.cholesky_inverse(lower) @ x
 
@@ -168,6 +174,22 @@ class GramInverse(ShiftedInverse):
 
 
 @dataclass(frozen=True, eq=False)
+class ExampleInverse(ShiftedInverse):
+    """The same for rows that are not formed: two products with them, and one of k × k between."""
+
+    factor: ExampleFactor
+    lower: Tensor
+    shift: Tensor | float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        columns = []
+        for column in x.unbind(1):
+            inner = cholesky_multiply(self.lower, self.factor.inner(column)[:, None])[:, 0]
+            columns.append((column - self.factor.combination(inner)) / self.shift)
+        return torch.stack(columns, 1)
+
+
+@dataclass(frozen=True, eq=False)
 class RankOneInverse(ShiftedInverse):
     """By the Sherman-Morrison formula."""
 
@@ -190,5 +212,8 @@ def shifted_inverse(
     if isinstance(factor, GramFactor) and factor.narrow:
         small = factor.remember_recent(("gram", key), lambda: cholesky_shifted(factor.gram, shift, check))
         return GramInverse(factor, small, shift)
+    if isinstance(factor, ExampleFactor) and factor.narrow and factor.signs is None:
+        inner = factor.remember_recent(("gram", key), lambda: cholesky_shifted(factor.gram, shift, check))
+        return ExampleInverse(factor, inner, shift)
     lower = factor.remember_recent(("dense", key), lambda: cholesky_shifted(factor.to_dense(), shift, check))
     return DenseInverse(lower)

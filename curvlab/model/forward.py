@@ -8,7 +8,8 @@ hide uses of weights (see `curvlab.model.decompositions`). What is read is what 
     layers                       the parameters in groups that have blocks (`curvlab.model.layers`)
     chain                        h^t and z^t, where the forward is a chain of Linear layers
     nodes                        its non-linear functions (`curvlab.model.nodes`); `left_out` names those
-                                 whose own curvature is not known
+                                 whose mean curvature is of no use, of which `further` has the local Hessians
+                                 (`curvlab.model.own_curvature`) but for those in `unknown`
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from curvlab.model.float_copy import in_float
 from curvlab.model.graph import Network, own_hook
 from curvlab.model.layers import Chain, Layer, WatchedUses, layers_of
 from curvlab.model.nodes import NonlinearNode
+from curvlab.model.own_curvature import FurtherNode
 from curvlab.model.watch import Watch, leaves_behind
 
 __all__ = ["Forward", "check_finite", "run_forward"]
@@ -55,6 +57,8 @@ class Forward:
     no_chain: str
     nodes: tuple[NonlinearNode, ...]
     left_out: tuple[str, ...]
+    further: tuple[NonlinearNode | FurtherNode, ...]
+    unknown: tuple[str, ...]
 
     @cached_property
     def chain(self) -> Chain | None:
@@ -110,6 +114,8 @@ def run_forward(network: Network, inputs: Inputs, *, sequences_first: bool = Fal
         reason,
         tuple(finder.nodes),
         tuple(finder.left_out),
+        tuple(watch.further.nodes),
+        tuple(watch.further.unknown),
     )
 
 

@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -34,9 +35,15 @@ __all__ = [
     "CurvatureRoot",
     "ElementwiseNode",
     "NodeFinder",
+    "NodeInput",
     "NodeRows",
     "NonlinearNode",
     "NormNode",
+    "base_name",
+    "is_linear",
+    "norm_node",
+    "overwritten",
+    "starting_at_nodes",
     "weak_hook",
 ]
 
@@ -86,7 +93,8 @@ LINEAR = _words(
     boolean_dispatch fn relu relu6 leaky_relu rrelu prelu hardtanh hardsigmoid hardshrink softshrink threshold
     clamp clip clamp_min clamp_max abs absolute max min amax amin maximum minimum fmax fmin topk sort sign
     copy fill zero zeros_like ones_like empty_like full_like new_zeros new_ones new_empty new_full argmax
-    argmin"""
+    argmin eq ne lt le gt ge isnan isinf isfinite isneginf isposinf isclose all any logical_not logical_and
+    logical_or floor ceil round trunc bool long int item tolist"""
 )
 # Which dimension holds channels is read off the functions behind a tensor.
 CHANNELS_FIRST = ("Convolution", "Pool", "BatchNorm", "GroupNorm", "Upsample", "Unfold")
@@ -146,11 +154,25 @@ class NodeRows:
         return self.back(alone)
 
 
+class NodeInput:
+    """What a non-linear function is given, u: `cotangent` is added to what a backward pass brings there."""
+
+    rows: NodeRows
+    cotangent: Tensor | None
+
+    def __init__(self, rows: NodeRows) -> None:
+        self.rows, self.cotangent = rows, None
+
+    def inject(self, gradient: Tensor) -> Tensor | None:
+        """The hook at u."""
+        return None if self.cotangent is None else gradient + self.cotangent
+
+
 @dataclass(eq=False)
-class NonlinearNode(ABC):
+class NonlinearNode(NodeInput, ABC):
     """One call of a non-linear function; `inputs` is u, without a graph, of which nothing else is held.
 
-    `receive` is told ∂ξ/∂f during a backward pass, and `cotangent` is added to what arrives at u.
+    `receive` is told ∂ξ/∂f during a backward pass.
     """
 
     name: str
@@ -163,10 +185,6 @@ class NonlinearNode(ABC):
     def __post_init__(self) -> None:
         self.version = -1 if self.inputs.is_meta else self.inputs._version
 
-    def inject(self, gradient: Tensor) -> Tensor | None:
-        """The hook at u."""
-        return None if self.cotangent is None else gradient + self.cotangent
-
     def hear(self, gradient: Tensor) -> None:
         """The hook at f."""
         if self.receive is not None:
@@ -175,10 +193,7 @@ class NonlinearNode(ABC):
     def check_unwritten(self) -> None:
         """Refuse to go on where the forward has overwritten u since."""
         if self.version >= 0 and self.inputs._version != self.version:
-            raise ProblemError(
-                f"the forward overwrites in place what `{self.name}` was given, so that its second "
-                f"derivative cannot be computed. Take the in-place operation out"
-            )
+            raise overwritten(self.name)
 
     def no_curvature(self) -> Tensor:
         """M̄ of a node that the loss does not depend on."""
@@ -224,21 +239,25 @@ class NormNode(NonlinearNode):
         _, groups, units = self.rows.counts
         return self.inputs.new_zeros(groups, units, units)
 
-    def mean_curvature(self, gradient: Tensor, weights: Tensor) -> Tensor:
+    def normalised(self, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The rows y, g = Π (weight ⊙ ∂ξ/∂out), and s²."""
         self.check_unwritten()
         u = self.rows.of(self.inputs)
         g = self.rows.of(gradient if self.scale is None else gradient * self.scale)
         if self.centred:
             u, g = u - u.mean(-1, keepdim=True), g - g.mean(-1, keepdim=True)
-        positions, _, units = self.rows.counts
         square = u.square().mean(-1) + self.eps
-        y = u * square.rsqrt()[..., None]
+        return u * square.rsqrt()[..., None], g, square
+
+    def mean_curvature(self, gradient: Tensor, weights: Tensor) -> Tensor:
+        y, g, square = self.normalised(gradient)
+        positions, _, units = self.rows.counts
         along = (g * y).sum(-1)
         factor = weights[:, None, None] / (positions * units * square)
         weighed = factor[..., None] * y
         cross = torch.einsum("ipga,ipgb->gab", g, weighed)
         own = torch.einsum("ipga,ipgb->gab", y, along[..., None] * weighed)
-        identity = torch.eye(units, dtype=u.dtype, device=u.device)
+        identity = torch.eye(units, dtype=y.dtype, device=y.device)
         projection = identity - 1 / units if self.centred else identity
         total = (factor * along).sum((0, 1))
         return -(cross + cross.mT + total[:, None, None] * projection - (3 / units) * own)
@@ -268,6 +287,12 @@ class CurvatureRoot:
             values = torch.where(values.abs() > ROUNDING * largest, values, 0)
         return cls(values.clamp(min=0).sqrt(), vectors), cls((-values).clamp(min=0).sqrt(), vectors)
 
+    @classmethod
+    def positive(cls, mean: Tensor, gamma: float) -> CurvatureRoot:
+        """N of PosEig_γ(M̄) = N²: the root of both parts, which share no direction, N⁻ scaled by √|γ|."""
+        plus, minus = cls.split(mean)
+        return replace(plus, values=plus.values + abs(gamma) ** 0.5 * minus.values)
+
     def scaled(self, factor: float) -> CurvatureRoot:
         """The root times a number."""
         return replace(self, values=self.values * factor)
@@ -293,6 +318,31 @@ class CurvatureRoot:
         return torch.einsum("ipgb,gab->ipga", turned * self.values, self.vectors)
 
 
+def overwritten(name: str) -> ProblemError:
+    """The error for a function of which something is needed that the forward has overwritten."""
+    return ProblemError(
+        f"the forward overwrites in place what `{name}` was given, so that its second derivative cannot be "
+        f"computed. Take the in-place operation out"
+    )
+
+
+def base_name(func: Callable[..., Any]) -> str:
+    """What a function of torch is called, whether it overwrites its argument or is an operator's."""
+    return getattr(func, "__name__", str(func)).strip("_")
+
+
+def is_linear(base: str, args: tuple[Any, ...], kwargs: dict[str, Any], varying: Sequence[Tensor]) -> bool:
+    """Whether a call is known to be linear, or piecewise linear, in all tensors of `varying` together."""
+    if not varying or base in LINEAR:
+        return True
+    if base == "instance_norm":
+        given = dict(zip(NORMS[base], args, strict=False)) | kwargs
+        return not given.get("use_input_stats", True)
+    numerator = args[1 if base.startswith("r") else 0] if len(args) > 1 else None  # `c / x` is x.__rdiv__(c)
+    denominator = base in DIVISIONS and varying[0] is not numerator
+    return base in PRODUCTS and len(varying) == 1 and not denominator
+
+
 class NodeFinder:
     """Finds the non-linear nodes of a batch of so many `examples` among the calls of a forward."""
 
@@ -300,6 +350,7 @@ class NodeFinder:
         self.examples, self.sequences_first = examples, sequences_first
         self.nodes: list[NonlinearNode] = []
         self.left_out: dict[str, None] = {}
+        self.omitted: str | None = None
 
     def before(
         self,
@@ -308,31 +359,37 @@ class NodeFinder:
         kwargs: dict[str, Any],
         varying: Sequence[Tensor],
     ) -> NonlinearNode | None:
-        """The node that a call is, before it is made; `varying` are its differentiable data of the batch."""
-        base = getattr(func, "__name__", str(func)).strip("_")
-        if not varying or base in LINEAR:
+        """The node that a call is, before it is made; `varying` are its differentiable data of the batch.
+
+        `omitted` is the call's name where its own curvature is left out, else None.
+        """
+        base = base_name(func)
+        self.omitted = None
+        if is_linear(base, args, kwargs, varying):
             return None
         if base in PRODUCTS:
-            denominator = base in DIVISIONS and not (args and varying[0] is args[0])
-            if len(varying) > 1 or denominator:
-                self.left_out[base] = None
+            self._leave_out(base)
             return None
         u = args[0] if args else kwargs.get("input")
-        rows = self._rows(u) if len(varying) == 1 and u is varying[0] and isinstance(u, Tensor) else None
+        rows = self.rows_of(u) if len(varying) == 1 and u is varying[0] and isinstance(u, Tensor) else None
         node: NonlinearNode | None = None
         if rows is not None and isinstance(u, Tensor) and base in ELEMENTWISE:
             node = _elementwise(base, u, rows, func, args, kwargs)
         elif rows is not None and isinstance(u, Tensor) and base in NORMS:
-            node = _norm(base, u, rows, args, kwargs)
+            node = norm_node(base, u, rows, args, kwargs, LARGEST_NORM)
         if node is None:
-            self.left_out[base] = None
+            self._leave_out(base)
             return None
         assert isinstance(u, Tensor)
         u.register_hook(weak_hook(node.inject))
         self.nodes.append(node)
         return node
 
-    def _rows(self, u: Tensor) -> NodeRows | None:
+    def _leave_out(self, base: str) -> None:
+        self.omitted = base
+        self.left_out[base] = None
+
+    def rows_of(self, u: Tensor) -> NodeRows | None:
         """How the examples lie in u; None where they do not lie in order in one of its first dimensions."""
         shape = tuple(u.shape)
         first = bool(shape) and shape[0] % self.examples == 0
@@ -340,6 +397,18 @@ class NodeFinder:
         if second and (not first or self.sequences_first):
             return NodeRows(shape, self.examples, 1)
         return NodeRows(shape, self.examples, 0, len(shape) > 2 and _channels_first(u)) if first else None
+
+
+@contextmanager
+def starting_at_nodes(cotangents: Mapping[NodeInput, Tensor]) -> Iterator[None]:
+    """Let the backward passes inside start at the inputs of non-linear nodes, too."""
+    for node, value in cotangents.items():
+        node.cotangent = value
+    try:
+        yield
+    finally:
+        for node in cotangents:
+            node.cotangent = None
 
 
 def weak_hook(method: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Tensor | None]:
@@ -372,22 +441,25 @@ def _elementwise(
     return ElementwiseNode(base, rows, held, lambda x: func(x.clone(), *args[1:], **settings))
 
 
-def _norm(
-    base: str, u: Tensor, rows: NodeRows, args: tuple[Any, ...], kwargs: dict[str, Any]
+def norm_node(
+    base: str,
+    u: Tensor,
+    rows: NodeRows,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    largest: int | None,
 ) -> NormNode | None:
-    """The node of a normalisation; None where M̄ would be too large."""
+    """The node of a normalisation; None where it has more than `largest` units."""
     given = dict(zip(NORMS[base], args, strict=False)) | kwargs
     scale, eps = given.get("weight"), given.get("eps")
     eps = eps if eps is not None else torch.finfo(u.dtype).eps if base == "rms_norm" else 1e-5
     if base in ("layer_norm", "rms_norm"):
         units, groups = prod(given["normalized_shape"]), 1
     else:
-        if base == "instance_norm" and not given.get("use_input_stats", True):
-            return None
         groups = given["num_groups"] if base == "group_norm" else u.shape[1]
         units = prod(u.shape[1:]) // groups
         scale = None if scale is None else scale.reshape(-1, *[1] * (u.ndim - 2))
-    if units > LARGEST_NORM:
+    if largest is not None and units > largest:
         return None
     placed = replace(rows, channels_first=False, units=units, groups=groups)
     return NormNode(

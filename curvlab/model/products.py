@@ -37,7 +37,7 @@ from curvlab.model.double_backward import (
 )
 from curvlab.model.terms import LossTerms
 
-__all__ = ["BatchProducts", "ModelProducts"]
+__all__ = ["BatchProducts", "ModelProducts", "differentiating_twice"]
 
 # Vectors of one batched backward pass, when a dense block is formed; fewer where the graph is large: batches
 # are 10 × faster on small networks and up to 2 × slower on a residual one of 128 images.
@@ -99,7 +99,7 @@ class ModelProducts:
         chosen = list(self.parameters) if names is None else list(names)
         _check_names(chosen, self.parameters)
         parameters = {name: self.parameters[name] for name in chosen}
-        with _differentiating(inputs, parameters), torch.enable_grad():
+        with differentiating_twice(inputs, parameters), torch.enable_grad():
             logits = self.call(inputs)
             if not logits.requires_grad:
                 raise ProblemError(
@@ -251,7 +251,7 @@ class BatchProducts:
                 )
 
     def _differentiating(self) -> AbstractContextManager[None]:
-        return _differentiating(self._terms.logits, self._parameters)
+        return differentiating_twice(self._terms.logits, self._parameters)
 
     def _named(self, vectors: Mapping[str, Tensor], values: Sequence[Tensor]) -> dict[str, Tensor]:
         """The values under their names, with λ Σ c_ij v added."""
@@ -290,7 +290,7 @@ def _stacked_products(product: _Product, name: str, vectors: Tensor) -> Tensor:
 
 
 @contextmanager
-def _differentiating(inputs: Inputs, parameters: Mapping[str, Tensor]) -> Iterator[None]:
+def differentiating_twice(inputs: Inputs, parameters: Mapping[str, Tensor]) -> Iterator[None]:
     """Where forward and backward passes run: errors about second derivatives say what to do.
 
     The backward passes need it as the forward does: checkpointing calls the model again there, and autocast

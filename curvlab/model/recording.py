@@ -13,8 +13,7 @@ computed when first asked for, and kept.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -30,7 +29,8 @@ from curvlab.model.calling import Inputs, tensors_of
 from curvlab.model.forward import Forward, check_finite, run_forward
 from curvlab.model.graph import Network
 from curvlab.model.layers import Chain, Layer
-from curvlab.model.nodes import NonlinearNode
+from curvlab.model.nodes import NodeInput, NonlinearNode, starting_at_nodes
+from curvlab.model.own_curvature import FurtherNode, OwnCurvature, own_curvature
 from curvlab.model.terms import AllWeightsZeroError, LossTerms
 from curvlab.model.uses import WeightUse
 from curvlab.model.watch import Listener, SeenUse, listener_of
@@ -149,6 +149,16 @@ class Recording(FullPrecision, ABC):
     @property
     def left_out(self) -> tuple[str, ...]:
         """Functions of the forward that are neither piecewise linear nor among its non-linear nodes."""
+        return ()
+
+    @property
+    def unknown_functions(self) -> tuple[str, ...]:
+        """Non-linear functions whose local Hessians are not known."""
+        return ()
+
+    @property
+    def reused_layers(self) -> tuple[Layer, ...]:
+        """The layers of `layout` whose weight is used more than once."""
         return ()
 
     @property
@@ -287,6 +297,18 @@ class GraphRecording(Recording):
         return self.forward.left_out
 
     @property
+    def unknown_functions(self) -> tuple[str, ...]:
+        return self.forward.unknown
+
+    @property
+    def reused_layers(self) -> tuple[Layer, ...]:
+        def places(layer: Layer) -> list[object]:
+            return [seen.view.rows for seen in self.weight_uses(layer) if seen.view is not None]
+
+        found = ((layer, places(layer)) for layer in self.layout if layer.weight_name is not None)
+        return tuple(layer for layer, used in found if len(used) > len(set(used)))
+
+    @property
     def no_chain(self) -> str:
         if self.forward.no_chain:
             return self.forward.no_chain
@@ -321,7 +343,7 @@ class GraphRecording(Recording):
         return self.forward.watched.direct[str(layer.weight_name)]
 
     def backward(
-        self, cotangent: Tensor, hear: HearWeight, at_nodes: Mapping[NonlinearNode, Tensor] | None = None
+        self, cotangent: Tensor, hear: HearWeight, at_nodes: Mapping[NodeInput, Tensor] | None = None
     ) -> dict[str, Tensor]:
         """One backward pass from a cotangent at the logits, in the shape of the model's own.
 
@@ -335,7 +357,7 @@ class GraphRecording(Recording):
         for listener, uses in self._calls.items():
             listener.receive = partial(self._receive, uses, hear, found, made)
         try:
-            with torch.inference_mode(False), torch.enable_grad(), _starting(at_nodes):
+            with torch.inference_mode(False), torch.enable_grad(), starting_at_nodes(at_nodes):
                 self._send_back(cotangent)
         finally:
             for listener in self._calls:
@@ -361,19 +383,33 @@ class GraphRecording(Recording):
         found: dict[NonlinearNode, Tensor] = {}
 
         def listen(node: NonlinearNode, gradient: Tensor) -> None:
-            with torch.no_grad():
-                found[node] = node.mean_curvature(gradient, self.row_weights)
+            found[node] = node.mean_curvature(gradient, self.row_weights)
 
         nodes = self.forward.nodes
-        for node in nodes:
-            node.receive = partial(listen, node)
+        self._hear_nodes({node: partial(listen, node) for node in nodes})
+        return tuple(found[node] if node in found else node.no_curvature() for node in nodes)
+
+    def own_curvatures(self) -> tuple[OwnCurvature | None, ...]:
+        """M_{i,n} of every example at every node, in factors; None where the loss does not depend on it."""
+        found: dict[NonlinearNode | FurtherNode, OwnCurvature] = {}
+
+        def listen(node: NonlinearNode | FurtherNode, gradient: Tensor) -> None:
+            found[node] = own_curvature(node, gradient.detach())
+
+        nodes = (*self.forward.nodes, *self.forward.further)
+        self._hear_nodes({node: partial(listen, node) for node in nodes})
+        return tuple(found.get(node) for node in nodes)
+
+    def _hear_nodes(self, listeners: Mapping[NonlinearNode | FurtherNode, Callable[[Tensor], None]]) -> None:
+        """One backward pass of the gradient, in which each listener is told ∂ξ_i/∂f at its node."""
+        for node, listener in listeners.items():
+            node.receive = torch.no_grad()(listener)
         try:
             with torch.inference_mode(False), torch.enable_grad():
                 self._send_back(self.terms.gradient_cotangent())
         finally:
-            for node in nodes:
+            for node in listeners:
                 node.receive = None
-        return tuple(found[node] if node in found else node.no_curvature() for node in nodes)
 
     @torch.no_grad()
     def _receive(
@@ -445,7 +481,7 @@ class GraphRecording(Recording):
                 found[name] = stacked if name not in found else found[name] + stacked
 
     def _one_by_one(
-        self, cotangent: Tensor, at_nodes: Mapping[NonlinearNode, Tensor], found: dict[str, Tensor]
+        self, cotangent: Tensor, at_nodes: Mapping[NodeInput, Tensor], found: dict[str, Tensor]
     ) -> None:
         """Parameters that were used in ways curvlab does not know: one backward pass for each example."""
         names = [name for name in self._plain if name in self.forward.watched.unknown]
@@ -456,7 +492,7 @@ class GraphRecording(Recording):
         for index in range(self.examples):
             alone = torch.zeros_like(cotangent)
             alone[index] = cotangent[index]
-            with _starting({node: node.rows.only(value, index) for node, value in at_nodes.items()}):
+            with starting_at_nodes({node: node.rows.only(value, index) for node, value in at_nodes.items()}):
                 gradients = torch.autograd.grad(
                     self.forward.logits, parameters, alone, retain_graph=True, allow_unused=True
                 )
@@ -539,18 +575,6 @@ class GraphRecording(Recording):
         use = self.weight_uses(layer)[0].use
         assert use is not None
         return use.inputs
-
-
-@contextmanager
-def _starting(at_nodes: Mapping[NonlinearNode, Tensor]) -> Iterator[None]:
-    """Let the backward passes inside start at the inputs of non-linear nodes, too."""
-    for node, value in at_nodes.items():
-        node.cotangent = value
-    try:
-        yield
-    finally:
-        for node in at_nodes:
-            node.cotangent = None
 
 
 def _shape_of(parameter: Tensor, rows: tuple[int, int] | None) -> tuple[int, ...]:

@@ -28,7 +28,8 @@ from curvlab.model.call_trace import CallTrace, rows_may_meet
 from curvlab.model.chain import ChainReader
 from curvlab.model.decompositions import DECOMPOSITIONS, NotDecomposedError
 from curvlab.model.double_backward import refuse_reentrant_checkpoint
-from curvlab.model.nodes import NodeFinder, weak_hook
+from curvlab.model.nodes import NodeFinder, NonlinearNode, base_name, is_linear, weak_hook
+from curvlab.model.own_curvature import FurtherFinder, FurtherNode, SoftmaxNode
 from curvlab.model.uses import Use
 
 __all__ = ["Listener", "ParameterView", "SeenUse", "Watch", "leaves_behind", "listener_of"]
@@ -147,6 +148,7 @@ class Watch(TorchFunctionMode):
         self.trace = CallTrace(parameters)
         self.rows_may_meet = False
         self.finder = NodeFinder(examples, sequences_first)
+        self.further = FurtherFinder(self.finder)
 
     def __torch_function__(
         self,
@@ -201,6 +203,11 @@ class Watch(TorchFunctionMode):
     ) -> Any:
         """A function of constants gives constants, and writes no data of the batch into its arguments."""
         output = func(*args, **kwargs)
+        if any(_differentiable(tensor) for tensor in _tensors_in((output,))):
+            trained = [tensor for tensor in _tensors_in((args, kwargs)) if tensor.requires_grad]
+            base = base_name(func)
+            if not is_linear(base, args, kwargs, trained):
+                self.further.unknown[base] = None  # a weight that is made of parameters by it
         for tensor in _tensors_in((output, args)):
             self._note_constant(tensor)
         return output
@@ -215,10 +222,12 @@ class Watch(TorchFunctionMode):
     ) -> Any:
         self.rows_may_meet |= rows_may_meet(func, args, kwargs, self._examples, self._depends)
         overwritten = None if self._reader is None else self._reader.before(func, args, kwargs)
-        node = None
+        node: NonlinearNode | FurtherNode | None = None
         if torch.is_grad_enabled():
             varying = [tensor for tensor in given if tensor.requires_grad and not self._is_constant(tensor)]
             node = self.finder.before(func, args, kwargs, varying)
+            if self.finder.omitted is not None:
+                node = self.further.before(self.finder.omitted, args, kwargs, varying)
         output = func(*args, **kwargs)
         if torch.is_grad_enabled():
             bind = bindings().get(func)
@@ -235,6 +244,8 @@ class Watch(TorchFunctionMode):
         else:
             refuse_reentrant_checkpoint(args, kwargs)
         if node is not None and _differentiable(output):
+            if isinstance(node, SoftmaxNode):
+                node.returned(output)
             output.register_hook(weak_hook(node.hear))
         if self._reader is not None:
             self._reader.follow(func, args, kwargs, output, overwritten)

@@ -18,7 +18,14 @@ import torch
 from torch import Tensor
 
 from curvlab.curvature import Curvature, Definiteness, LayerCurvature
-from curvlab.curvature_layers import KroneckerLayer, KroneckerPart, PlainLayer, SharedLayer, TiedLayer
+from curvlab.curvature_layers import (
+    KroneckerLayer,
+    KroneckerPart,
+    PlainLayer,
+    SharedLayer,
+    TiedLayer,
+)
+from curvlab.curvature_structures import EigenLayer, JointLayer
 from curvlab.exceptions import PairError, ProblemError
 from curvlab.linalg import DenseFactor, DiagonalFactor, Factor, GramFactor
 from curvlab.linalg.factors import InputFactors, InputKind
@@ -79,6 +86,13 @@ def _layer(old: LayerCurvature, new: LayerCurvature, decay: float, reads: InputK
                 new, parts=_parts(old.parts, new.parts, decay, reads, new.name), mean_output=output
             )
         case PlainLayer(), PlainLayer():
+            return replace(new, factor=_factor(old.factor, new.factor, decay, new.name))
+        case EigenLayer(), EigenLayer():
+            raise PairError(
+                f"layer `{new.name}`: structure=ekfac has other eigenvectors at every estimate, of which "
+                f"there is no average. Use ema=0, or structure=kronecker"
+            )
+        case JointLayer(), JointLayer():
             return replace(new, factor=_factor(old.factor, new.factor, decay, new.name))
         case TiedLayer(), TiedLayer():
             # Its diagonal is that of the full input factors, whatever the solver reads.

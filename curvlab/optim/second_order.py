@@ -6,12 +6,19 @@ with learning rate η, decoupled weight decay λ, momentum μ (0: v = s d) and c
 s = min(1, max_grad_norm / ‖g‖). Every solver is linear in g, so scaling d clips g; ‖g‖ is known without
 forming a gradient. The plain step forms nothing of a weight's size; momentum and curvatures that
 outlive their batch (`ema`, `refresh_every`) do.
+
+`spring` = μ is a momentum that the new rows may correct: near μ d₋, of the last direction, that one which
+solves the damped system sC + τI,
+
+    d = μ d₋ - (sC + τI)⁻¹ (s g + μ s C d₋),   θ ← (1 - ηλ) θ + η d
+
+with s g the clipped gradient. A batch's C has few rows; what they say nothing of is kept from before.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from math import inf
@@ -50,6 +57,7 @@ from curvlab.providers.estimate import Chosen, estimate_jointly
 from curvlab.providers.registry import providers
 from curvlab.solvers import Solution, solve
 from curvlab.solvers.base import Solver
+from curvlab.solvers.damping import Mixed
 from curvlab.solvers.registry import solvers
 from curvlab.specs import check_number
 
@@ -78,6 +86,8 @@ class SecondOrder(torch.optim.Optimizer):
             CIFAR-10 network, and they hardly move.
         params: parameters or parameter groups to train; all by default.
         momentum: factor of the running sum of directions (formed: one buffer a parameter).
+        spring: factor of the last direction in the SPRING momentum (formed as well); not together with
+            `momentum`. Made for curvatures of few rows, `structure=layer` with solver `exact`.
         weight_decay: decoupled weight decay.
         max_grad_norm: scale the step as if the gradient had at most this norm.
         ema: exponential average of the curvature, C̄ ← ε C̄ + (1-ε) C with ε = min(1 - 1/k, ema) at the
@@ -118,6 +128,7 @@ class SecondOrder(torch.optim.Optimizer):
         *,
         params: Iterable[Any] | None = None,
         momentum: float = 0.0,
+        spring: float = 0.0,
         weight_decay: float = 0.0,
         max_grad_norm: float | None = None,
         ema: float = 0.0,
@@ -145,6 +156,7 @@ class SecondOrder(torch.optim.Optimizer):
             self._alpha = 0.0
             self.alpha = alpha
             self.max_grad_norm = _positive("max_grad_norm", max_grad_norm)
+            self.spring = _fraction("spring", spring)
             self.ema, self.refresh_every = _fraction("ema", ema), _count("refresh_every", refresh_every)
             self.adapt = (LevenbergMarquardt() if adapt else None) if isinstance(adapt, bool) else adapt
             self.process_group = process_group
@@ -185,6 +197,11 @@ class SecondOrder(torch.optim.Optimizer):
             )
         try:
             _check_group(group)
+            if self.spring and group["momentum"]:
+                raise SpecError(
+                    f"spring={self.spring} with momentum={group['momentum']}: both add a part of the last "
+                    f"direction to the next. Use one of them, with 0 for the other"
+                )
         except SpecError:
             self.param_groups.pop()
             raise
@@ -206,10 +223,13 @@ class SecondOrder(torch.optim.Optimizer):
             estimating = self._kept is None or self._steps % self.refresh_every == 0
             loss, gradient, fresh = self._observe(problem, estimating, statistics)
             curvature, keep = self._curvature(problem, fresh)
-            group = self.process_group
-            solution = solve(self._solver, curvature, gradient, alpha=self._alpha, process_group=group)
+            group, clipping = self.process_group, self._clipping(gradient)
+            right: Mapping[str, Tensor] = gradient
+            if self.spring:
+                right, clipping = self._spring_gradient(curvature, gradient, clipping), 1.0
+            solution = solve(self._solver, curvature, right, alpha=self._alpha, process_group=group)
             self._base = problem.empty_like()  # knows the layers, for a rank that gets no rows next
-            changes = list(self._changes(solution, self._clipping(gradient)))
+            changes = list(self._changes(solution, clipping))
             # No rank writes before all can.
             device = self.param_groups[0]["params"][0].device
             agree(communicator, lambda: self._check(changes, solution), on=device)
@@ -272,7 +292,7 @@ class SecondOrder(torch.optim.Optimizer):
 
     def _settings(self) -> dict[str, object]:
         """What must be the same on all ranks that step together, by what messages call it."""
-        own = ("alpha", "max_grad_norm", "ema", "refresh_every", "adapt")
+        own = ("alpha", "spring", "max_grad_norm", "ema", "refresh_every", "adapt")
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
         return {name: getattr(self, name) for name in own} | {
             "the provider": self._provider,
@@ -309,10 +329,24 @@ class SecondOrder(torch.optim.Optimizer):
         norm = float(gradient.norm())
         return self.max_grad_norm / norm if norm > self.max_grad_norm else 1.0
 
+    def _spring_gradient(
+        self, curvature: Curvature, gradient: Gradient, clipping: float
+    ) -> dict[str, Tensor]:
+        """c g + μ s C d₋ with c the clipping: what the system is solved for."""
+        found = {name: clipping * gradient.view(name) for name in gradient}
+        stepped = [p for group in self.param_groups for p in group["params"] if p in self.state]
+        last = {self._names[p]: self.state[p]["momentum_buffer"] for p in stepped}
+        if not last:
+            return found
+        whole = {name: last.get(name, torch.zeros_like(value)).to(value) for name, value in found.items()}
+        image = curvature @ whole
+        factor = self.spring * Mixed(self._alpha).scale
+        return {name: value + factor * image[name] for name, value in found.items()}
+
     def _changes(self, solution: Solution, scale: float) -> Iterator[Change]:
         for group in self.param_groups:
             for p in group["params"]:
-                name, momentum = self._names[p], group["momentum"]
+                name, momentum = self._names[p], self.spring or group["momentum"]
                 buffer = self.state[p].get("momentum_buffer") if p in self.state else None
                 if momentum and buffer is None:
                     buffer = torch.zeros_like(p, memory_format=torch.contiguous_format)

@@ -24,6 +24,7 @@ from curvlab.curvature_layers import (
     Summand,
     TiedLayer,
 )
+from curvlab.curvature_structures import JointLayer
 from curvlab.exceptions import SpecError, StaleError
 from curvlab.linalg import Factor
 from curvlab.linalg.factors import DiagonalFactor, InputFactors
@@ -32,6 +33,7 @@ from curvlab.model.graph import Network
 from curvlab.model.layers import Layer
 from curvlab.model.recording import Recording
 from curvlab.problem import Problem
+from curvlab.providers.example_rows import groups_of
 from curvlab.providers.sides import MAX_FACTOR, Sharing, Sides
 from curvlab.providers.statistics import Inputs, OutputProducts, Statistic, Values, input_statistic
 from curvlab.registry import INTERFACE
@@ -46,6 +48,7 @@ __all__ = [
     "Provider",
     "RowFields",
     "check_draws",
+    "example_layers",
     "factor_layers",
     "kronecker_layers",
     "row_layers",
@@ -61,6 +64,18 @@ class Context:
 
     problem: Problem
     means: Mapping[Statistic, Values]
+
+    def unfactorised(self) -> Context:
+        """The same, of whose factors nobody has remembered anything.
+
+        A batch's own factors live as long as its recording: what solvers factorise of them for a curvature is
+        to be freed with that curvature.
+        """
+        means = {
+            statistic: tuple(v if isinstance(v, Tensor) else v.unfactorised() for v in values)
+            for statistic, values in self.means.items()
+        }
+        return replace(self, means=means)
 
     @property
     def network(self) -> Network:
@@ -116,7 +131,7 @@ class Provider(ABC):
 
 
 Positions = int | Literal["all"]
-RowStructure = Literal["kronecker", "diagonal"]
+RowStructure = Literal["kronecker", "ekfac", "diagonal", "block", "layer", "full"]
 
 
 @dataclass(frozen=True)
@@ -126,7 +141,9 @@ class RowFields(Provider):
     Args:
         sharing: how the positions of an example enter the sides of a weight: `expand` or `reduce`.
         positions: how many positions of an example are drawn for the sides, or `all`.
-        structure: `kronecker`, A ⊗ B by weight; `diagonal`, the true diagonal.
+        structure: `kronecker`, A ⊗ B by weight; `ekfac`, the true diagonal on the eigenvectors of A ⊗ B;
+            `diagonal`, the true diagonal; without a Kronecker product `block`, each parameter's own block,
+            `layer`, that of a layer's weight and bias together, and `full`, the whole matrix.
         max_factor: where columns and rows of a side both exceed it, the side is diagonal.
         seed: of whatever is drawn.
     """
@@ -144,12 +161,24 @@ class RowFields(Provider):
             raise SpecError(f"positions={self.positions}: expected `all` or a number of at least 1")
         if self.max_factor < 1:
             raise SpecError(f"max_factor={self.max_factor}: expected a number of at least 1")
+        if self.structure not in ("kronecker", "diagonal"):
+            self._check_positions()
+
+    def _check_positions(self) -> None:
+        """Refuse sides that a structure without a Kronecker product does not have."""
+        for name, usual in (("sharing", "expand"), ("positions", "all")):
+            if getattr(self, name) != usual:
+                raise SpecError(
+                    f"structure={self.structure} sums up the positions of every example, R_i = Σ_p g_ip "
+                    f"h_ipᵀ: {name}={getattr(self, name)} is of structure=kronecker. Leave it out"
+                )
 
     @property
     def sides(self) -> Sides:
         """The fields that say how rows are made."""
         drawn = None if self.positions == "all" else self.positions
-        return Sides(self.sharing, drawn, self.seed, self.max_factor, self.structure == "diagonal")
+        made_of = "kronecker" if self.structure == "ekfac" else self.structure
+        return Sides(self.sharing, drawn, self.seed, self.max_factor, made_of)
 
     def for_mean_input(self, problem: Problem) -> Provider:
         """With the mean input factor B is that of ḡ, so the rows of positions need not be summed up.
@@ -257,8 +286,19 @@ def factor_layers(
             PlainLayer(name, tuple(parameters[name].shape), factor)
             for name, factor in zip(names, factors, strict=True)
         ), ()
+    if sides is not None and sides.keeps_examples:
+        return example_layers(context, factors, sides.structure), ()
     layers = kronecker_layers(context, factors, input_statistic(sides))
     return layers, side_notes(layers)
+
+
+def example_layers(context: Context, factors: Sequence[Factor], structure: str) -> tuple[LayerCurvature, ...]:
+    """Layers of blocks that are second moments of the examples' rows, a factor for each group of them."""
+    shapes = {name: tuple(p.shape) for name, p in context.network.parameters.items()}
+    pairs = zip(groups_of(context.layers, structure), factors, strict=True)
+    if structure == "block":
+        return tuple(PlainLayer(name, shapes[name], factor) for (name, _), factor in pairs)
+    return tuple(JointLayer(name, {n: shapes[n] for n in names}, factor) for (name, names), factor in pairs)
 
 
 def side_notes(layers: Sequence[LayerCurvature]) -> tuple[str, ...]:

@@ -98,6 +98,7 @@ class Chosen:
 
     def curvatures(self, context: Context, versions: Versions) -> list[Curvature]:
         """What the providers make of the statistics, dated as of `versions`."""
+        context = context.unfactorised()
         made = [provider.curvature(context, name) for name, provider in self.named]
         problem = context.problem
         said = problem.notes
@@ -149,10 +150,18 @@ def _means(problem: Problem, wanted: Sequence[Statistic]) -> dict[Statistic, Val
 
 
 def _stages(wanted: Sequence[Statistic]) -> list[tuple[Statistic, ...]]:
-    """What is needed first, and then the rest."""
-    first = tuple({needed: None for statistic in wanted for needed in statistic.needs})
-    rest = tuple(statistic for statistic in wanted if statistic not in first)
-    return [stage for stage in (first, rest) if stage]
+    """What is needed first, by how many passes come before it, and all that nothing needs with the last."""
+    depths: dict[Statistic, int] = {}
+
+    def depth(statistic: Statistic) -> int:
+        depths[statistic] = max((depth(needed) + 1 for needed in statistic.needs), default=0)
+        return depths[statistic]
+
+    last = max((depth(statistic) for statistic in wanted), default=0)
+    needed = {one for statistic in depths for one in statistic.needs}
+    places = {s: place if s in needed else last for s, place in depths.items()}
+    stages = [tuple(s for s, place in places.items() if place == stage) for stage in range(last + 1)]
+    return [stage for stage in stages if stage]
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,7 +183,7 @@ def estimate_jointly(
 ) -> Estimates:
     """What the providers make of all ranks' rows, with the gradient and the loss if asked for.
 
-    It takes one exchange, and one before it where some statistics need the means of others. Every rank must
+    It takes one exchange, and others before it where statistics need the means of others. Every rank must
     make this call, with the same providers and `settings`.
     """
     versions = problem.versions
@@ -182,7 +191,8 @@ def estimate_jointly(
     *before, last = _stages(chosen.statistics) or [()]
     means: dict[Statistic, Values] = {}
     for stage in before:
-        found = problem.join(communicator, stage, Means, settings=agreed)
+        needed = [statistic.bound(means) for statistic in stage]
+        found = problem.join(communicator, needed, Means, settings=agreed)
         means |= {statistic: found.values[statistic] for statistic in stage}
     bound = [statistic.bound(means) for statistic in last]
     joined = problem.join(communicator, bound, Means, gradient=gradient, loss=loss, settings=agreed)

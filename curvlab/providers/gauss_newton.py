@@ -28,12 +28,20 @@ from curvlab.criteria import Criterion
 from curvlab.curvature import Curvature, Definiteness
 from curvlab.curvature_layers import LayerCurvature, layer_from_parts
 from curvlab.exceptions import SpecError
-from curvlab.linalg import DenseFactor, Factor, OperatorBlock, eigvalsh
+from curvlab.linalg import DenseFactor, Factor, OperatorBlock, eigvalsh, signed_difference
 from curvlab.linalg.factors import row_square_norms
 from curvlab.measure import device
 from curvlab.model.recording import ChainRecording
 from curvlab.problem import Problem
-from curvlab.providers.base import INPUTS, ChainOrRows, Context, ProblemSnapshot, kronecker_layers, row_layers
+from curvlab.providers.base import (
+    INPUTS,
+    ChainOrRows,
+    Context,
+    ProblemSnapshot,
+    factor_layers,
+    kronecker_layers,
+)
+from curvlab.providers.ekfac import EigenMoments, eigen_layers, row_statistics
 from curvlab.providers.operators import ModelOperator, products_at_once
 from curvlab.providers.pch import OUTPUT_HESSIAN, SLOPE_PRODUCTS, recurse
 from curvlab.providers.statistics import (
@@ -41,7 +49,6 @@ from curvlab.providers.statistics import (
     GaussNewtonBlocks,
     OutputSpectrum,
     Statistic,
-    input_statistic,
     sides_for,
 )
 
@@ -58,7 +65,8 @@ class GaussNewton(ChainOrRows):
     Args:
         kind: `auto` is `recursive` on a chain of Linear layers and `rows` elsewhere.
         samples: for `rows`, how many random combinations of the columns of ∇²ξ go back, or `all` columns.
-        structure: for `rows` as in `fisher`; `exact` is block diagonal by parameter unless `full`.
+        structure: for `rows` as in `fisher`; `exact`, by products, is block diagonal by parameter unless
+            `full`.
 
     >>> GaussNewton().kind
     'auto'
@@ -66,17 +74,15 @@ class GaussNewton(ChainOrRows):
 
     kind: Literal["auto", "recursive", "rows", "exact"] = "auto"
     samples: int | Literal["all"] = "all"
-    structure: Literal["kronecker", "diagonal", "block", "full"] = "kronecker"  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.samples != "all" and self.samples < 1:
             raise SpecError(f"samples={self.samples}: expected `all` or a number of at least 1")
         fits = {"exact": ("kronecker", "block", "full"), "recursive": ("kronecker",)}
-        if self.structure not in fits.get(self.kind, ("kronecker", "diagonal")):
-            other = "kind=exact" if self.structure in ("block", "full") else "kind=rows"
+        if self.structure not in fits.get(self.kind, (self.structure,)):
             raise SpecError(
-                f"structure={self.structure} does not go with kind={self.kind}; it does with {other}"
+                f"structure={self.structure} does not go with kind={self.kind}; it does with kind=rows"
             )
 
     def products(self, problem: Problem) -> CurvatureProducts:
@@ -92,8 +98,7 @@ class GaussNewton(ChainOrRows):
         if kind == "exact":
             return ((BLOCKS,) if problem.chain is not None else ()) + spectrum
         products = self.products(problem)
-        inputs = () if self.structure == "diagonal" else (input_statistic(products.sides),)
-        return (*inputs, products, *spectrum)
+        return (*row_statistics(products, self.structure), *spectrum)
 
     def curvature(self, context: Context, name: str) -> Curvature:
         kind = self.resolve(context.problem)
@@ -106,7 +111,15 @@ class GaussNewton(ChainOrRows):
                 else (_exact_operator(context, name, self.structure == "full"))
             )
         problem = context.problem
-        layers, notes = row_layers(context, self.products(problem))
+        products = self.products(problem)
+        factors = context.factors(products)
+        if self.sides.keeps_examples and products.signed(problem.criterion):
+            half = len(factors) // 2
+            pairs = zip(factors[:half], factors[half:], strict=True)
+            factors = tuple(signed_difference(plus, minus) for plus, minus in pairs)
+        layers, notes = factor_layers(context, factors, products.sides)
+        if self.structure == "ekfac":
+            layers = eigen_layers(problem.layers, layers, context.tensors(EigenMoments(products)))
         definiteness = _known(problem.criterion) or _measured_examples(*context.tensors(SPECTRUM))
         return Curvature(
             name,

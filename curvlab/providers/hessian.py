@@ -29,13 +29,15 @@ from torch import Tensor
 
 from curvlab.curvature import Curvature, Definiteness
 from curvlab.curvature_layers import LayerCurvature, layer_from_parts
-from curvlab.linalg import DenseFactor, OperatorBlock, eigvalsh
+from curvlab.exceptions import ProblemError, SpecError
+from curvlab.linalg import DenseFactor, OperatorBlock, eigvalsh, signed_difference
 from curvlab.linalg.factors import row_square_norms, symmetric_product
 from curvlab.measure import device
 from curvlab.model.layers import Chain
 from curvlab.model.recording import ChainRecording, Recording
 from curvlab.problem import Problem
-from curvlab.providers.base import Context, ProblemSnapshot, Provider
+from curvlab.providers.base import Context, ProblemSnapshot, Provider, check_draws, example_layers
+from curvlab.providers.hessian_rows import HessianRows
 from curvlab.providers.operators import ModelOperator, products_at_once
 from curvlab.providers.statistics import Statistic, Values
 from curvlab.specs import check_choices
@@ -293,8 +295,14 @@ def _full_backward(
 class Hessian(Provider):
     """The exact Hessian of the mean loss, block diagonal by parameter unless structure=full.
 
-    `full=true` is the old name of `structure=full`, which keeps the cross-layer blocks in `@`, `to_dense` and
-    `cg`.
+    Args:
+        full: `full=true` is the old name of `structure=full`.
+        structure: `block`, block diagonal by parameter; `full` keeps the cross-layer blocks in `@`,
+            `to_dense` and `cg`.
+        kind: `exact`, by products that read the model; `rows`, its blocks by parameter from signed rows that
+            the curvature keeps (`curvlab.providers.hessian_rows`): unbiased, for `cg`.
+        samples: for `rows`, how many draws of random signs go back, or `all` for every column by itself.
+        seed: of what is drawn.
 
     >>> Hessian(structure="full").coupled
     True
@@ -303,9 +311,38 @@ class Hessian(Provider):
     needs_chain: ClassVar[bool] = False
     full: bool = False
     structure: Literal["block", "full"] = "block"
+    kind: Literal["exact", "rows"] = "exact"
+    samples: int | Literal["all"] = 1
+    seed: int = 0
 
     def __post_init__(self) -> None:
         check_choices(self)
+        if self.samples != "all" and self.samples < 1:
+            raise SpecError(f"samples={self.samples}: expected `all` or a number of at least 1")
+        if self.kind == "rows" and self.coupled:
+            raise SpecError(
+                "structure=full does not go with kind=rows: between layers the Hessian has bilinear terms, "
+                "of which there are no rows. Use kind=exact, or structure=block"
+            )
+
+    def check(self, problem: Problem, name: str) -> None:
+        super().check(problem, name)
+        if self.kind != "rows":
+            return
+        if self.samples != "all":
+            check_draws(self.samples, problem, name)
+        if problem.reading.unknown:
+            functions = ", ".join(f"`{function}`" for function in problem.reading.unknown)
+            raise ProblemError(
+                f"`{name}` needs the local Hessian of every non-linear function, and that of {functions} is "
+                f"not known. Write that part of the forward with element-wise functions, products, softmax "
+                f"and normalisations, or use `hessian`, or `pch[kind=rows]`, which leaves it out"
+            )
+
+    @property
+    def products(self) -> HessianRows:
+        """The statistic of the kind `rows`."""
+        return HessianRows(samples=None if self.samples == "all" else self.samples, seed=self.seed)
 
     @property
     def coupled(self) -> bool:
@@ -313,10 +350,14 @@ class Hessian(Provider):
         return self.full or self.structure == "full"
 
     def statistics(self, problem: Problem) -> tuple[Statistic, ...]:
+        if self.kind == "rows":
+            return (self.products,)
         return () if problem.chain is None else (BIAS_HESSIANS,)
 
     def curvature(self, context: Context, name: str) -> Curvature:
         problem = context.problem
+        if self.kind == "rows":
+            return self._of_rows(context, name)
         operator: ChainHessian | ModelOperator
         layers: tuple[LayerCurvature, ...]
         if problem.chain is None:
@@ -338,6 +379,29 @@ class Hessian(Provider):
             live=True,
             structure="full" if self.coupled else "block",
             products_at_once=products_at_once(problem),
+        )
+
+    def _of_rows(self, context: Context, name: str) -> Curvature:
+        factors, problem = context.factors(self.products), context.problem
+        pairs = zip(factors[: len(factors) // 2], factors[len(factors) // 2 :], strict=True)
+        blocks = [signed_difference(plus, minus) for plus, minus in pairs]
+        notes = []
+        if self.samples != "all":
+            notes.append(
+                f"of {self.samples} draw{'s' if self.samples > 1 else ''} of random signs per example"
+            )
+        reused = problem.reading.reused
+        if reused:
+            named = ", ".join(f"`{one}`" for one in reused)
+            notes.append(f"without the bilinear terms between the uses of {named}, where one follows another")
+        return Curvature(
+            name,
+            problem.criterion.name,
+            example_layers(context, blocks, "block"),
+            UNKNOWN,
+            exact=self.samples == "all" and not reused,
+            notes=tuple(notes),
+            structure="block",
         )
 
     def _known(self, problem: Problem, chain: Chain) -> Definiteness | None:

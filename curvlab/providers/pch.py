@@ -15,7 +15,8 @@ both: the paper's tables show no error there for either. That is `poseig=node`, 
 On any other network (`kind=rows`) by signed curvature propagation (`curvlab.providers.propagation`): rows v⁺
 and v⁻ with E[v⁺v⁺ᵀ] - E[v⁻v⁻ᵀ] the block of the Hessian with mean second-order terms. PosEig is taken of a
 layer's own block, in the space of its rows (`last`), or of ∇²ξ and of every term before the rows are made
-(`node`).
+(`node`). `kind=exact` is the matrix that those rows estimate with `node`, over all parameters, by products
+(`curvlab.providers.pch_operator`).
 
 Where every activation is piecewise linear and the criterion convex, PCH is Gauss-Newton: the same recursion
 (`recurse`) without PosEig and without the diagonal term, or the same rows.
@@ -36,6 +37,9 @@ from curvlab.linalg import DenseFactor, Factor, congruence, poseig, poseig_diago
 from curvlab.model.layers import Chain
 from curvlab.problem import Problem
 from curvlab.providers.base import INPUTS, ChainOrRows, Context, Provider, factor_layers, kronecker_layers
+from curvlab.providers.ekfac import EigenMoments, eigen_layers, row_statistics
+from curvlab.providers.operators import products_at_once
+from curvlab.providers.pch_operator import PositiveHessian
 from curvlab.providers.propagation import NODE_CURVATURES, PropagatedCurvature
 from curvlab.providers.sides import side_count
 from curvlab.providers.statistics import (
@@ -43,7 +47,6 @@ from curvlab.providers.statistics import (
     SecondOrderTerms,
     SlopeProducts,
     Statistic,
-    input_statistic,
     sides_for,
 )
 
@@ -60,18 +63,18 @@ class PCH(ChainOrRows):
 
     Args:
         kind: `recursive`, the paper's, on chains of Linear layers; `rows` on any model; `auto` is the first
-            where it can be.
+            where it can be. `exact` is a matrix by products, for `cg`, with its cross-layer blocks.
         gamma: what negative eigenvalues are multiplied by; -1 takes absolute values, 0 clips.
         output_gamma: the same at the output layer (`poseig=node`: for ∇²ξ).
         poseig: where that is done: at every `node`, as in the paper, or `last`, once for each layer's block;
-            `auto` is `node` for the recursion and `last` for rows.
+            `auto` is `node` for the recursion and for `exact`, and `last` for rows.
         samples: for `rows`, how many draws of random signs go back, or `all` for every column by itself.
 
     >>> PCH(gamma=0.0).kind
     'auto'
     """
 
-    kind: Literal["auto", "recursive", "rows"] = "auto"
+    kind: Literal["auto", "recursive", "rows", "exact"] = "auto"
     gamma: float = -1.0
     output_gamma: float = -1.0
     poseig: Literal["auto", "node", "last"] = "auto"
@@ -91,9 +94,24 @@ class PCH(ChainOrRows):
             raise SpecError(
                 f"structure={self.structure} does not go with kind=recursive; it does with kind=rows"
             )
+        if self.kind == "exact":
+            self._check_exact()
+
+    def _check_exact(self) -> None:
+        """Refuse fields that the matrix by products has no use for."""
+        if self.poseig == "last":
+            raise SpecError(
+                "poseig=last does not go with kind=exact, whose blocks are products: PosEig of one would "
+                "need its eigenvectors. Use poseig=node, or kind=rows"
+            )
+        if self.structure not in ("kronecker", "full"):
+            raise SpecError(
+                f"structure={self.structure} does not go with kind=exact, which always has its cross-layer "
+                f"blocks. Leave the field out, or use kind=rows"
+            )
 
     def for_mean_input(self, problem: Problem) -> Provider:
-        return self if self.resolve(problem) == "recursive" else super().for_mean_input(problem)
+        return super().for_mean_input(problem) if self.resolve(problem) == "rows" else self
 
     def products(self, problem: Problem) -> PropagatedCurvature:
         """The statistic that gives the output sides of the kind `rows`."""
@@ -102,21 +120,27 @@ class PCH(ChainOrRows):
         return PropagatedCurvature(sides_for(self.sides, problem), drawn, self.seed, at_nodes)
 
     def statistics(self, problem: Problem) -> tuple[Statistic, ...]:
-        if self.resolve(problem) == "recursive":
+        kind = self.resolve(problem)
+        if kind == "recursive":
             return (INPUTS, OUTPUT_HESSIAN, SLOPE_PRODUCTS, SECOND_ORDER_TERMS)
+        if kind == "exact":
+            return (NODE_CURVATURES,)
         products = self.products(problem)
-        inputs = () if self.structure == "diagonal" else (input_statistic(products.sides),)
-        return (*inputs, products)
+        return row_statistics(products, self.structure, self._gammas(problem))
 
     def curvature(self, context: Context, name: str) -> Curvature:
-        if self.resolve(context.problem) == "recursive":
-            return self._recursive(context, name)
+        kind = self.resolve(context.problem)
+        if kind != "rows":
+            return self._recursive(context, name) if kind == "recursive" else self._exact(context, name)
         problem = context.problem
         products = self.products(problem).bound(context.means)
-        signed = products.signed(bool(problem.criterion.convex))
+        signed = products.signed(problem.criterion)
         factors = context.factors(products)
         outputs = list(self._positive_sides(problem, factors)) if signed else factors
         layers, notes = factor_layers(context, outputs, products.sides)
+        if self.structure == "ekfac":
+            moments = context.tensors(EigenMoments(products, self._gammas(problem)))
+            layers = eigen_layers(problem.layers, layers, moments, self._gamma_of(problem))
         return Curvature(
             name,
             problem.criterion.name,
@@ -129,17 +153,49 @@ class PCH(ChainOrRows):
     def _positive_sides(self, problem: Problem, factors: Sequence[Factor]) -> Iterator[Factor]:
         """PosEig of each side of v⁺ minus that of v⁻; a layer whose output is the logits has γ_out."""
         pairs = iter(zip(factors[: len(factors) // 2], factors[len(factors) // 2 :], strict=True))
-        for layer in problem.layers:
-            gamma = self.output_gamma if layer.name in problem.reading.output_layers else self.gamma
-            count = len(layer.names) if self.structure == "diagonal" else side_count(layer)
-            for _ in range(count):
-                plus, minus = next(pairs)
-                yield poseig_difference(plus, minus, gamma)
+        if self.structure == "full":
+            yield poseig_difference(*next(pairs), self.gamma)
+            return
+        for gamma, pair in zip(self._gammas(problem), pairs, strict=True):
+            yield poseig_difference(*pair, gamma)
+
+    def _gamma_of(self, problem: Problem) -> dict[str, float]:
+        """γ of each layer: γ_out where its output is the logits."""
+        last = problem.reading.output_layers
+        return {one.name: self.output_gamma if one.name in last else self.gamma for one in problem.layers}
+
+    def _gammas(self, problem: Problem) -> tuple[float, ...]:
+        """γ of each side, or of each group of parameters."""
+        gammas = self._gamma_of(problem)
+        counts = {"layer": lambda _: 1, "kronecker": side_count, "ekfac": side_count}
+        count = counts.get(self.structure, lambda layer: len(layer.names))
+        return tuple(gammas[layer.name] for layer in problem.layers for _ in range(count(layer)))
+
+    def _exact(self, context: Context, name: str) -> Curvature:
+        problem, means = context.problem, context.tensors(NODE_CURVATURES)
+        operator = PositiveHessian(problem, means, self.gamma, self.output_gamma)
+        return Curvature(
+            name,
+            problem.criterion.name,
+            operator.layers(),
+            Definiteness(True, "by PosEig"),
+            notes=("kind=exact, poseig=node", *self._node_notes(context)),
+            full_product=operator.full_product,
+            versions=problem.versions,
+            live=True,
+            structure="full",
+            products_at_once=products_at_once(problem),
+        )
 
     def _propagation_notes(self, context: Context) -> Iterator[str]:
-        problem, nodes = context.problem, context.tensors(NODE_CURVATURES)
+        yield f"kind=rows, poseig={'node' if self.poseig == 'node' else 'last'}"
         if self.samples != "all":
             yield f"of {self.samples} draw{'s' if self.samples > 1 else ''} of random signs per example"
+        yield from self._node_notes(context)
+
+    def _node_notes(self, context: Context) -> Iterator[str]:
+        """What is to be said of the network's non-linear nodes."""
+        problem, nodes = context.problem, context.tensors(NODE_CURVATURES)
         if problem.criterion.convex and not any(bool(node.any()) for node in nodes):
             yield "equals Gauss-Newton here: every activation is piecewise linear"
         if problem.reading.left_out:

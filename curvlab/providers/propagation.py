@@ -19,23 +19,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from curvlab.criteria import Criterion
 from curvlab.exceptions import ProblemError
-from curvlab.linalg import Factor, GramFactor
-from curvlab.model.nodes import CurvatureRoot
+from curvlab.linalg import GramFactor
+from curvlab.model.nodes import CurvatureRoot, NodeInput
 from curvlab.model.recording import ChainRecording, GraphRecording, Recording
 from curvlab.providers.draws import draw_signs
-from curvlab.providers.sides import DiagonalSums, OutputSums, Sides
 from curvlab.providers.statistics import (
     MOST_PASSES,
+    Collector,
     CurvatureProducts,
+    SideCollector,
     Statistic,
     Values,
-    chain_sides,
     passes_of,
 )
 
@@ -94,17 +95,28 @@ class PropagatedCurvature(CurvatureProducts):
     def _roots(self) -> tuple[tuple[CurvatureRoot, CurvatureRoot], ...]:
         return tuple(CurvatureRoot.split(mean) for mean in self.means)
 
-    def signed(self, convex: bool) -> bool:
+    @cached_property
+    def _positive_roots(self) -> tuple[CurvatureRoot, ...]:
+        assert self.gammas is not None
+        return tuple(CurvatureRoot.positive(mean, self.gammas[0]) for mean in self.means)
+
+    def signed(self, criterion: Criterion) -> bool:
         """Whether there are sides of v⁻; the same on all batches and ranks."""
-        return self.gammas is None and (not convex or any(not minus.zero for _, minus in self._roots))
+        if self.gammas is not None:
+            return False
+        return not criterion.convex or any(not minus.zero for _, minus in self._roots)
 
     def of(self, recording: Recording) -> Values:
+        found = self.collect(recording, SideCollector(self.sides))
+        return tuple(value for group in found for value in group)
+
+    def collect(self, recording: Recording, collector: Collector) -> list[Any]:
+        positive, negative = self._starts(recording)
         if self.gammas is not None:
-            positive, negative = self._starts(recording)
-            return self._sums_of(recording, [*positive, *negative] if self.samples is None else positive)
-        groups = self._starts(recording)
-        wanted = groups if self.signed(bool(recording.criterion.convex)) else groups[:1]
-        return tuple(side for group in wanted for side in self._sums_of(recording, group))
+            starts = [*positive, *negative] if self.samples is None else positive
+            return [_rows_of(recording, starts, collector)]
+        groups = [positive, negative] if self.signed(recording.criterion) else [positive]
+        return [_rows_of(recording, group, collector) for group in groups]
 
     def _starts(self, recording: Recording) -> tuple[list[Start], list[Start]]:
         """The passes of both signs; with `gammas` a draw is one pass for both, in the first list."""
@@ -129,12 +141,7 @@ class PropagatedCurvature(CurvatureProducts):
         """N ε for every node, of one sign; or of both, N⁻ scaled by √|γ|: they share no direction."""
         found = {}
         for number, (roots, counts) in enumerate(zip(self._roots, _counts(recording), strict=True)):
-            if sign is None:
-                assert self.gammas is not None
-                plus, minus = roots
-                root = replace(plus, values=plus.values + abs(self.gammas[0]) ** 0.5 * minus.values)
-            else:
-                root = roots[sign]
+            root = self._positive_roots[number] if sign is None else roots[sign]
             if root.zero:
                 continue
             positions, groups, units = counts
@@ -178,17 +185,19 @@ class PropagatedCurvature(CurvatureProducts):
                 f"`pch[samples=1]`"
             )
 
-    def _sums_of(self, recording: Recording, starts: Sequence[Start]) -> tuple[Factor, ...]:
-        if isinstance(recording, ChainRecording):
-            return chain_sides(recording, _chain_rows(recording, starts), self.sides)
-        assert isinstance(recording, GraphRecording)
-        sides = self.sides or Sides()
-        sums = DiagonalSums(recording) if sides.diagonal else OutputSums(recording, sides, len(starts))
-        nodes = recording.forward.nodes
-        for start in starts:
-            at_nodes = {nodes[number]: nodes[number].rows.back(rows) for number, rows in start.nodes.items()}
-            sums.add_pass(recording.terms.as_logits(start.logits, start.within), start.weight, at_nodes)
-        return sums.factors()
+
+def _rows_of(recording: Recording, starts: Sequence[Start], collector: Collector) -> Values:
+    """What a collector makes of the rows of some passes."""
+    if isinstance(recording, ChainRecording):
+        return collector.of_chain(recording, _chain_rows(recording, starts))
+    assert isinstance(recording, GraphRecording)
+    sums, nodes = collector.sums(recording, len(starts)), recording.forward.nodes
+    for start in starts:
+        at_nodes: dict[NodeInput, Tensor] = {
+            nodes[number]: nodes[number].rows.back(rows) for number, rows in start.nodes.items()
+        }
+        sums.add_pass(recording.terms.as_logits(start.logits, start.within), start.weight, at_nodes)
+    return sums.factors()
 
 
 def _counts(recording: Recording) -> tuple[tuple[int, int, int], ...]:

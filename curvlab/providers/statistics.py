@@ -17,19 +17,23 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from sys import maxsize
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from curvlab.criteria import Criterion
 from curvlab.exceptions import ProblemError
 from curvlab.gradient import RowFactor
-from curvlab.linalg import DenseFactor, Factor, GramFactor, eigvalsh, gram
+from curvlab.linalg import DenseFactor, ExampleFactor, Factor, GramFactor, eigvalsh, gram
 from curvlab.linalg.factors import DiagonalFactor, InputFactors
 from curvlab.model.layers import Layer
+from curvlab.model.nodes import NodeInput
 from curvlab.model.recording import ChainRecording, GraphRecording, Recording
 from curvlab.providers.draws import draw_signs, uniforms
+from curvlab.providers.example_rows import ExampleSums, chain_example_factors
 from curvlab.providers.sides import (
     MAX_FACTOR,
     DiagonalSums,
@@ -131,7 +135,7 @@ def _input_factors(inputs: GramFactor, limit: int) -> InputFactors:
 
 def sides_for(sides: Sides, problem: SeenLayers) -> Sides | None:
     """None where every layer is a Linear one with one row per example, for which all sharing is the same."""
-    plain = not sides.diagonal and all(layer.kind == "linear" for layer in problem.layers)
+    plain = sides.structure == "kronecker" and all(layer.kind == "linear" for layer in problem.layers)
     usual = sides.max_factor == MAX_FACTOR
     wide = any(max(layer.weight.shape, default=1) > sides.max_factor for layer in problem.layers)
     return None if plain and (usual or not wide) else sides
@@ -207,25 +211,37 @@ class OutputProducts(Statistic):
     def cotangents(self, recording: Recording) -> list[Cotangents]:
         """What is sent back."""
 
-    def of(self, recording: Recording) -> Values:
-        found = self.cotangents(recording)
-        positive = self._sums(recording, [one for one in found if not one.negative])
-        negative = [one for one in found if one.negative]
-        if not negative:
-            return positive
-        pairs = zip(positive, self._sums(recording, negative), strict=True)
-        return tuple(_difference(plus, minus) for plus, minus in pairs)
+    def signed(self, criterion: Criterion) -> bool:
+        """Whether rows may be subtracted; with this criterion all batches and ranks have both signs then."""
+        return False
 
-    def _sums(self, recording: Recording, cotangents: list[Cotangents]) -> tuple[Factor, ...]:
+    def of(self, recording: Recording) -> Values:
+        found = self.collect(recording, SideCollector(self.sides))
+        if self.sides is not None and self.sides.keeps_examples:
+            # Rows of both signs apart: their difference comes after the mean.
+            return tuple(value for group in found for value in group)
+        if len(found) == 1:
+            return found[0]
+        return tuple(_difference(plus, minus) for plus, minus in zip(*found, strict=True))
+
+    def collect(self, recording: Recording, collector: Collector) -> list[Any]:
+        """What a collector makes of the rows that are added and, apart, of those that are subtracted."""
+        found = self.cotangents(recording)
+        positive = [one for one in found if not one.negative]
+        negative = [one for one in found if one.negative]
+        if self.signed(recording.criterion) and not negative:
+            silent = torch.zeros_like(found[0].stack[:1])
+            negative = [replace(found[0], stack=silent, share_passes=True, negative=True)]
+        return [self._sums(recording, group, collector) for group in (positive, negative) if group]
+
+    def _sums(self, recording: Recording, cotangents: list[Cotangents], collector: Collector) -> Any:
         if isinstance(recording, ChainRecording):
-            return chain_sides(recording, _chain_products(recording, cotangents), self.sides)
+            return collector.of_chain(recording, _chain_products(recording, cotangents))
         assert isinstance(recording, GraphRecording)
         terms = recording.terms
         each = [1 if one.share_passes else terms.per_example for one in cotangents]
         passes = sum(len(one.stack) * count for one, count in zip(cotangents, each, strict=True))
-        sides = self.sides or Sides()
-        sums: OutputSums | DiagonalSums
-        sums = DiagonalSums(recording) if sides.diagonal else OutputSums(recording, sides, passes)
+        sums = collector.sums(recording, passes)
         for one in cotangents:
             each_pass = [one.within] if one.share_passes else passes_of(one.within, terms.per_example)
             for within in each_pass:
@@ -234,13 +250,59 @@ class OutputProducts(Statistic):
         return sums.factors()
 
 
+class Sums(Protocol):
+    """Adds up the rows of backward passes."""
+
+    def add_pass(
+        self, cotangent: Tensor, weight: float = 1.0, at_nodes: Mapping[NodeInput, Tensor] | None = None
+    ) -> None:
+        """One backward pass, from cotangents at the logits and at nodes; it counts with `weight`."""
+
+    def factors(self) -> Values:
+        """What the rows gave."""
+
+
+class Collector(Protocol):
+    """What is made of the rows at the layers' outputs."""
+
+    def of_chain(self, recording: ChainRecording, products: tuple[GramFactor, ...]) -> Values:
+        """From the rows of a chain's layers."""
+
+    def sums(self, recording: GraphRecording, passes: int) -> Sums:
+        """From so many backward passes through a graph."""
+
+
+@dataclass(frozen=True)
+class SideCollector:
+    """The output sides, in the structure that is asked for."""
+
+    sides: Sides | None
+
+    def of_chain(self, recording: ChainRecording, products: tuple[GramFactor, ...]) -> Values:
+        """From the rows of a chain's layers."""
+        return chain_sides(recording, products, self.sides)
+
+    def sums(self, recording: GraphRecording, passes: int) -> Sums:
+        """From so many backward passes through a graph."""
+        return sums_of(recording, self.sides or Sides(), passes)
+
+
 MOST_PASSES = 1000
+
+
+def sums_of(recording: GraphRecording, sides: Sides, passes: int) -> Sums:
+    """What adds up the rows of so many backward passes, for the structure that is asked for."""
+    if sides.keeps_examples:
+        return ExampleSums(recording, sides.structure)
+    return DiagonalSums(recording) if sides.diagonal else OutputSums(recording, sides, passes)
 
 
 def chain_sides(
     recording: ChainRecording, products: tuple[GramFactor, ...], sides: Sides | None
 ) -> tuple[Factor, ...]:
     """The output sides of a chain's layers, from their rows."""
+    if sides is not None and sides.keeps_examples:
+        return chain_example_factors(recording, products, sides.structure)
     if sides is not None and sides.diagonal:
         return _chain_diagonals(recording, products)
     limit = MAX_FACTOR if sides is None else sides.max_factor
@@ -344,6 +406,9 @@ class CurvatureProducts(OutputProducts):
 
     samples: int | None = None
     seed: int = 0
+
+    def signed(self, criterion: Criterion) -> bool:
+        return not criterion.convex
 
     def cotangents(self, recording: Recording) -> list[Cotangents]:
         criterion, logits, targets = recording.criterion, recording.logits, recording.targets
@@ -498,6 +563,9 @@ class FactorMean:
 
     def _count(self, value: Factor, weight: Tensor, stamp: Stamp | None) -> None:
         size = value.size
+        if isinstance(value, ExampleFactor):
+            value = value.formed()
+            stamp = _row_stamp(value)
         if isinstance(value, GramFactor) and self.total is None:
             assert stamp is not None
             self.rows.append((value.rows, value.root * weight.sqrt(), stamp))
@@ -602,7 +670,7 @@ class Means:
         for statistic in self.statistics:
             values = statistic.of(recording)
             limit = getattr(statistic, "sides", None)
-            most = MAX_FACTOR if limit is None else limit.max_factor
+            most = MAX_FACTOR if limit is None else maxsize if limit.keeps_examples else limit.max_factor
             held = self._held.setdefault(statistic, [mean_of(value, most) for value in values])
             for mean, value in zip(held, values, strict=True):
                 mean.add(value, recording.total_weight)  # type: ignore[arg-type]

@@ -4,7 +4,9 @@
 
 In the sample space K = V S Vᵀ takes the place of A: s B M K + τ M = -S'ᵀ is solved by the same formula
 with Q = V, and D = M H'. A diagonal factor is in its own basis. Of a wide B that is held as fewer rows only
-the eigenvectors of those are made; on what is orthogonal to them, B is zero and the solution is -G/τ.
+the eigenvectors of those are made; on what is orthogonal to them, B is zero and the solution is -G/τ. Blocks
+that are no Kronecker products, second moments of the examples' rows, are solved among these rows
+(`curvlab.solvers.example_systems`).
 """
 
 from __future__ import annotations
@@ -15,19 +17,24 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from curvlab.curvature import LayerCurvature
+from curvlab.curvature import Curvature, LayerCurvature
+from curvlab.curvature_structures import EigenLayer
+from curvlab.exceptions import PairError
 from curvlab.linalg import DiagonalFactor, Factor, GramFactor, eigh
 from curvlab.linalg.factors import InputKind
 from curvlab.linalg.inverse import NotFiniteError, NotPositiveDefiniteError
 from curvlab.measure import device
-from curvlab.solvers.base import LayerDirection, LayerGradient, Solver
+from curvlab.solvers.base import Guidance, LayerDirection, LayerGradient, Solver
 from curvlab.solvers.cost_model import Eigen, choose_coordinates
 from curvlab.solvers.damping import Damping
+from curvlab.solvers.eigen_systems import EigenExact
+from curvlab.solvers.example_systems import ExampleExact
 from curvlab.solvers.input_coordinates import InputCoordinates, Scalar
-from curvlab.solvers.systems import DampedSystem, input_factors, output_factor
+from curvlab.solvers.systems import DampedSystem, input_rank, output_factor
 
 __all__ = ["Exact"]
 
+EXAMPLE_STRUCTURES = ("block", "layer", "full")
 WHOLE_BASIS_UP_TO = 4096  # outputs: a wider Gram factor has the eigenvectors of its rows alone
 
 
@@ -44,7 +51,7 @@ class _Basis:
 
     def coordinates(self, x: Tensor) -> Tensor:
         """Uᵀ x."""
-        return x if self.vectors is None else self.vectors.T @ x
+        return x if self.vectors is None else self.vectors.mT @ x
 
     def vector(self, x: Tensor) -> Tensor:
         """U x."""
@@ -78,7 +85,23 @@ class Exact(Solver):
     """
 
     input_factor: ClassVar[InputKind] = "full"
-    structures: ClassVar[tuple[str, ...]] = ("kronecker", "diagonal")
+    structures: ClassVar[tuple[str, ...]] = ("kronecker", "ekfac", "diagonal", *EXAMPLE_STRUCTURES)
+
+    def adapt(self, curvature: Curvature, name: str, guidance: Guidance) -> Solver:
+        """Itself on factors; among the examples' rows where the curvature is made of these."""
+        adapted = super().adapt(curvature, name, guidance)
+        if curvature.structure not in EXAMPLE_STRUCTURES:
+            return adapted
+        if self.route != "auto":
+            raise PairError(
+                f"`{name}`: `route` chooses how Kronecker factors are used, and `{curvature.provider}` has "
+                f"none. Leave it out"
+            )
+        return ExampleExact(curvature=curvature)
+
+    def for_layer(self, layer: LayerCurvature, curvature: Curvature) -> Solver:
+        """Itself on factors; in a block's own basis where it has one."""
+        return EigenExact() if isinstance(layer, EigenLayer) else self
 
     def prepare(self, layer: LayerCurvature, damping: Damping, gradient: LayerGradient) -> _State:
         output = _output_basis(output_factor(layer))
@@ -86,9 +109,14 @@ class Exact(Solver):
         if gradient.weight is not None:
             coordinates = choose_coordinates(layer, gradient.weight, self.input_factor, self.route, Eigen())
             weight = _WeightBasis(coordinates, _input_basis(coordinates))
-            largest = weight.basis.values.amax()
+            largest = weight.basis.values.amax(-1)
         checked = _Basis(_check_values(output.values, damping, largest), output.vectors, output.thin)
         return _State(layer, damping, checked, weight)
+
+    @property
+    def solves_stacks(self) -> bool:
+        own = type(self).prepare is Exact.prepare and type(self).apply is Exact.apply
+        return own and self.route in ("auto", "dense")
 
     def apply(self, state: object, gradient: LayerGradient) -> LayerDirection:
         assert isinstance(state, _State)
@@ -105,12 +133,13 @@ class Exact(Solver):
             outside = given.x - output.vector(inner) if output.thin else None
             if right.vectors is not None:
                 inner = inner @ right.vectors
-            x = output.vector(inner / (scale * torch.outer(output.values, right.values) + shift))
-            x = -x if right.vectors is None else -x @ right.vectors.T
+            products = output.values[..., :, None] * right.values[..., None, :]
+            x = output.vector(inner / (scale * products + shift))
+            x = -x if right.vectors is None else -x @ right.vectors.mT
             if outside is not None:
                 x = x - outside / shift
             weight = given.assemble(x, Scalar(x.new_full((), -1 / shift)))
-            route, rank = state.weight.coordinates.route, input_factors(layer).full.rank_bound
+            route, rank = state.weight.coordinates.route, input_rank(layer, self.input_factor)
         if gradient.bias is not None:
             inner = output.coordinates(gradient.bias)
             bias = -output.vector(inner / (scale * output.values + shift))
@@ -140,9 +169,9 @@ def _check_values(values: Tensor, damping: Damping, largest: Tensor | None) -> T
     `largest` is the largest eigenvalue of the input factor; a bias has 1 in its place.
     """
     factor = 1.0 if largest is None else largest.clamp(min=1)
-    rounding = len(values) * torch.finfo(values.dtype).eps * values.abs().amax()
+    rounding = values.shape[-1] * torch.finfo(values.dtype).eps * values.abs().amax(-1, keepdim=True)
     values = torch.where(values.abs() <= rounding, values.clamp(min=0), values)
-    smallest = damping.scale * values.amin() * factor + damping.shift
+    smallest = (damping.scale * values.amin(-1) * factor + damping.shift).amin()
     if device.readable(values):
         if bool(smallest.isnan()):
             raise NotFiniteError("the matrix to be factorised holds NaN or infinity")

@@ -14,7 +14,7 @@ from tests.adversarial.outcomes import Judge
 
 SUITE = "kills"
 # `tests/test_compare_kills.py` kills comparisons in one process and compares their frames.
-IN_CI = {"train": 3, "reproduce": 2}
+IN_CI = {"train": 2, "reproduce": 2}
 LONG = {
     "compare": 12,
     "compare in processes": 10,

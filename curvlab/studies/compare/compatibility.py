@@ -18,6 +18,14 @@ from curvlab.solvers.registry import solvers
 __all__ = ["existing_pairs"]
 
 INDEFINITE = "gauss-newton, where indefinite"
+KINDS = (
+    "fisher[structure=diagonal]",
+    "fisher[structure=ekfac]",
+    "fisher[structure=layer]",
+    "gauss-newton[kind=exact]",
+    "hessian[kind=rows]",
+    "pch[kind=exact]",
+)
 
 
 def existing_pairs() -> dict[str, dict[str, bool]]:
@@ -36,7 +44,7 @@ def _curvatures() -> Iterator[tuple[str, Curvature]]:
     problem = Problem(
         model, "cross-entropy", torch.randn(4, 3, generator=generator), torch.tensor([0, 1, 0, 1])
     )
-    for name in sorted([*providers.names(), "gauss-newton[kind=exact]"]):
+    for name in sorted([*providers.names(), *KINDS]):
         try:
             yield name, estimate(name, problem)
         except CurvlabError:

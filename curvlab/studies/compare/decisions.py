@@ -39,7 +39,7 @@ from typing import Literal
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
-from scipy import stats
+from scipy.special import ndtr, stdtrit
 
 from curvlab.exceptions import ArgumentError
 
@@ -216,7 +216,7 @@ def below_control(
     several = {name: x for name, x in logs.items() if len(x) >= FEW}
     freedom = sum(len(x) - 1 for x in several.values())
     pooled = sum(float(((x - x.mean()) ** 2).sum()) for x in several.values()) / max(freedom, 1)
-    factor = float(stats.t.isf(error_rate / len(several), freedom)) if several else math.inf
+    factor = float(-stdtrit(freedom, error_rate / len(several))) if several else math.inf
     found = {}
     for name, x in logs.items():
         if name in several:
@@ -309,9 +309,9 @@ def _factor(located: Numbers, middle: Numbers, rounds: int, pairs: int, confiden
     worth = 1.0
     if moving.any():
         largest = (np.abs(located - middle)[:, moving] / deviation[moving]).max(axis=1)
-        reached = 2 * stats.norm.sf(np.quantile(largest, confidence))
+        reached = 2 * ndtr(-np.quantile(largest, confidence))
         worth = float(np.clip((1 - confidence) / max(reached, 1e-300), 1, pairs))
-    return float(stats.t.isf((1 - confidence) / worth / 2, freedom))
+    return float(-stdtrit(freedom, (1 - confidence) / worth / 2))
 
 
 def _cut(rounds: int) -> int:
