@@ -189,7 +189,9 @@ def show_comparison(compared: Comparison) -> None:
     if not compared.convergence.empty:
         last = race_ends(compared.convergence)
         show_rows(RACE if "seeds" in last else CONVERGENCE, last.to_dict("records"), {"epoch": "Epochs"})
+    answer = shown(compared).answer.splitlines()
     for warning in compared.warnings:
-        paragraph(f"Note: {warning}")
-    for text in shown(compared).answer.splitlines():
+        if warning not in answer:
+            paragraph(f"Note: {warning}")
+    for text in answer:
         paragraph(text)
