@@ -9,13 +9,17 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from click.testing import CliRunner, Result
 
 from curvlab.cli import COMMANDS, main
+from curvlab.cli.compare import WRITTEN
 from curvlab.cli.console import table
 from curvlab.cli.list_ import KINDS
+from curvlab.exceptions import SpecError
+from curvlab.studies.compare import run as run_module
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("plain_pages")]
 
@@ -510,6 +514,32 @@ def test_models_data_and_criteria_of_the_user_s_own_are_compared(tmp_path, monke
     ignored = call(*arguments, "--batch", "3", "--data-dir", "here")
     assert ignored.exit_code == 2
     assert "--batch 3 and --data-dir here would change nothing: the batches are your own" in ignored.stderr
+
+
+def test_a_loss_class_of_torch_is_a_criterion_by_its_address(tmp_path):
+    data = ["--arch", "6-4-2", "--data", "synthetic-regression[features=6,outputs=2,examples=50]"]
+    few = ["--at", "init", "--batches", "1", "--alphas", "0.5", "-p", "gauss-newton", "-s", "kfi", "-r", "1"]
+    found = call("compare", *data, *few, "--criterion", "torch.nn:HuberLoss", "-o", tmp_path / "run")
+    assert found.exit_code == 0, found.output
+    assert "--criterion torch.nn:HuberLoss" in (tmp_path / "run" / "report.md").read_text()
+
+
+def test_a_folder_with_other_files_is_told_what_comes_beside_them(tmp_path, monkeypatch):
+    stopped = SpecError("stopped here")
+    monkeypatch.setattr(run_module, "run_comparison", Mock(side_effect=stopped))
+    (tmp_path / "train.py").write_text("")
+    found = call("compare", *TINY, "-o", tmp_path)
+    assert f"{tmp_path} has other files (train.py)" in found.stderr
+    assert all(name in found.stderr for name in WRITTEN)
+    assert f"-o {tmp_path / 'compare'}" in found.stderr
+    (tmp_path / "results.jsonl").write_text("")
+    assert "other files" not in call("compare", *TINY, "-o", tmp_path).stderr
+    assert "other files" not in call("compare", *TINY, "-o", tmp_path / "new").stderr
+
+
+def test_what_is_said_to_be_written_is_what_is_written(first, folder):
+    held = {path.name + "/" * path.is_dir() for path in (folder / "run").iterdir() if path.name[0] != "."}
+    assert held == set(WRITTEN)
 
 
 def test_a_conflict_of_a_merge_is_named_by_its_optimizer_too(tmp_path):

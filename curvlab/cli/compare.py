@@ -29,6 +29,15 @@ __all__ = ["command", "finish", "show_comparison"]
 
 INTERRUPTED = 130
 DEFAULT_FOLDER = Path("runs/compare")
+WRITTEN = (
+    "results.jsonl",
+    "results.csv",
+    "config.toml",
+    "environment.json",
+    "report.html",
+    "report.md",
+    "figures/",
+)
 
 
 @click.command("compare", cls=SchemaCommand, schema=lambda: grid_settings("compare"))
@@ -72,6 +81,8 @@ def command(
     from curvlab.studies.compare.run import run_comparison
 
     settings = make_settings(options)
+    if not quiet:
+        _say_what_is_added(output)
     done = 0
     try:
         with progress_bar(not quiet, "preparing") as show:
@@ -96,6 +107,18 @@ def command(
     if not done and not quiet:
         say(f"Nothing was measured anew: {output} had all of it. `--fresh` measures it again.")
     finish(compared, output, as_json, quiet)
+
+
+def _say_what_is_added(folder: Path) -> None:
+    """Tell what comes beside the files of a folder that is no results folder, and how to keep it apart."""
+    others = [path.name for path in folder.iterdir() if path.name[0] != "."] if folder.is_dir() else []
+    if not others or "results.jsonl" in others:
+        return
+    named = ", ".join(sorted(others)[:3]) + (", …" if len(others) > 3 else "")
+    say(
+        f"{folder} has other files ({named}). Beside them come {', '.join(WRITTEN)}. "
+        f"To keep them apart, give a subfolder: -o {folder / 'compare'}"
+    )
 
 
 def _label(progress: Progress) -> str:
@@ -166,7 +189,9 @@ def show_comparison(compared: Comparison) -> None:
     if not compared.convergence.empty:
         last = race_ends(compared.convergence)
         show_rows(RACE if "seeds" in last else CONVERGENCE, last.to_dict("records"), {"epoch": "Epochs"})
+    answer = shown(compared).answer.splitlines()
     for warning in compared.warnings:
-        paragraph(f"Note: {warning}")
-    for text in shown(compared).answer.splitlines():
+        if warning not in answer:
+            paragraph(f"Note: {warning}")
+    for text in answer:
         paragraph(text)

@@ -9,8 +9,9 @@ A learning rate is tuned for whatever one trains with, so steps are compared at 
 A pair beats the gradient where, in every one of the first two that is known, it is better by more than 5 % in
 the median and by more than the noise of the draws, all pairs judged together (`decisions.below_control`: of
 equal methods one is said to beat the gradient in at most 5 of 100 comparisons), and its median on the other
-batch is no worse. With fewer than three draws it has to be better by a quarter in each. Less is said to be no
-difference: with so few draws, and at one α, no more can be claimed.
+batch is no worse. With fewer than three draws it has to be closer by a quarter in each, or, where the angle
+is not known, lower the loss by a quarter more. Less is said to be no difference: with so few draws, and at
+one α, no more can be claimed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import pandas as pd
 from curvlab.report.numbers import digits, percent
 from curvlab.report.pareto import Candidate
 from curvlab.report.words import join_names
-from curvlab.studies.compare.decisions import Decision, below_control
+from curvlab.studies.compare.decisions import ALONE, Decision, below_control
 from curvlab.studies.compare.points import Point
 from curvlab.studies.compare.timing import decide_times
 
@@ -118,7 +119,9 @@ def against_gradient(draws: pd.DataFrame | None, point: str) -> dict[Pair, Again
         )
     }
     angles = _all_beside(joined, "sine", CLOSE, smaller=True)
-    losses = _all_beside(joined, "decrease", FALLS, smaller=False)
+    # Both have to be told: a few draws need be beyond the noise in one of them alone.
+    alone = 0.0 if all(angle.known for angle in angles.values()) else ALONE
+    losses = _all_beside(joined, "decrease", FALLS, smaller=False, alone=alone)
     others = _all_beside(joined, "decrease_other", FALLS, smaller=False)
     return {
         (str(frame["provider"].iloc[0]), str(frame["solver"].iloc[0])): Against(
@@ -130,14 +133,15 @@ def against_gradient(draws: pd.DataFrame | None, point: str) -> dict[Pair, Again
 
 
 def _all_beside(
-    joined: Mapping[str, pd.DataFrame], name: str, floor: float, *, smaller: bool
+    joined: Mapping[str, pd.DataFrame], name: str, floor: float, *, smaller: bool, alone: float = ALONE
 ) -> dict[str, Beside]:
     """One quantity of all pairs beside the control's; what is below the floor counts as the floor."""
     both = {pair: frame[[name, f"{name}_control"]].to_numpy(float) for pair, frame in joined.items()}
     both = {pair: values[np.isfinite(values).all(axis=1)] for pair, values in both.items()}
     floored = {pair: np.maximum(values, floor) for pair, values in both.items()}
     own, control = (0, 1) if smaller else (1, 0)
-    told = below_control({pair: (v[:, own] / v[:, control]).tolist() for pair, v in floored.items()})
+    ratios = {pair: (v[:, own] / v[:, control]).tolist() for pair, v in floored.items()}
+    told = below_control(ratios, alone=alone)
     return {
         pair: Beside(
             pair=float(np.median(values[:, 0])),

@@ -46,10 +46,17 @@ def damping_curves(
         ordered = group.sort_values("alpha")
         _line(ax, look, ordered["alpha"], 100 * ordered[measure], str(provider), str(solver))
     if measure in ("decrease_full", "predicted"):
-        ax.set_ylim(bottom=max(ax.get_ylim()[0], -100))  # what raises the loss further is as useless
+        _cut_below(ax, 100 * known[measure].astype(float))
     ax.set(xlabel="damping α", ylabel=LABELS.get(measure, measure))
     log_axis(ax, "x")
     return _finish(ax, look, known)
+
+
+def _cut_below(ax: Axes, values: pd.Series[float]) -> None:
+    """End the axis at -100 %: what raises the loss further is as useless, and would hide all the rest."""
+    if ax.get_ylim()[0] < -100:
+        high = max(float(values.max()), 0.0)
+        ax.set_ylim(-100, high + 0.05 * (high + 100))
 
 
 def point_curves(

@@ -261,7 +261,7 @@ CONVERGENCE = (
     Column("cpu_seconds", "number", "processor seconds"),
     Column("time_budget", "number"),
     Column("epochs_in_time", "count", "epochs in equal time"),
-    Column("loss_in_time", "loss", "test loss in equal time", short="In equal time"),
+    Column("loss_in_time", "loss", "test loss in equal time", short="Equal time"),
 )
 """One row per optimizer, seed and epoch; the last three say where the run was after equal processor time."""
 
@@ -273,7 +273,8 @@ RACE = (
     *RATES,
     Column("at_edge", "text", "at the end of its grid"),
     Column("seeds", "count", "seeds", short="Seeds"),
-    *EPOCH[:3],
+    EPOCH[0],
+    *(replace(column, short="") for column in EPOCH[1:3]),  # the terminal has no room for them
     Column("test_loss", "loss", "test loss, median", short="Test loss"),
     Column("test_low", "loss", "lowest", short="Low"),
     Column("test_high", "loss", "highest", short="High"),

@@ -43,7 +43,7 @@ from scipy.special import ndtr, stdtrit
 
 from curvlab.exceptions import ArgumentError
 
-__all__ = ["CONFIDENCE", "Decision", "Difference", "below_control", "decide"]
+__all__ = ["ALONE", "CONFIDENCE", "Decision", "Difference", "below_control", "decide"]
 
 CONFIDENCE = 0.98
 DRAWS = 1000
@@ -198,13 +198,16 @@ def decide(
     )
 
 
-def below_control(ratios: Mapping[str, Sequence[float]], error_rate: float = ERROR_RATE) -> dict[str, bool]:
+def below_control(
+    ratios: Mapping[str, Sequence[float]], *, error_rate: float = ERROR_RATE, alone: float = ALONE
+) -> dict[str, bool]:
     """Which contestants are below the control beyond the noise, all of them judged together.
 
     Args:
         ratios: by name the contestant's value over the control's, above 0, round by round; NaN where a round
             has none.
         error_rate: how often one of contestants that equal the control may be named.
+        alone: by how much each round has to be below where there are fewer than three.
 
     >>> below_control({"better": [0.5, 0.55, 0.52], "equal": [0.97, 1.05, 1.01]})
     {'better': True, 'equal': False}
@@ -220,7 +223,7 @@ def below_control(ratios: Mapping[str, Sequence[float]], error_rate: float = ERR
             noise = math.sqrt(max(pooled, float(x.var(ddof=1))) / len(x))
             found[name] = float(x.mean()) < -factor * noise
         else:
-            found[name] = bool(len(x)) and float(x.max()) < math.log1p(-ALONE)
+            found[name] = bool(len(x)) and float(x.max()) < math.log1p(-alone)
     return found
 
 
