@@ -279,6 +279,8 @@ class Problem(FullPrecision):
     @property
     def versions(self) -> Versions:
         """The present versions of `tensors`, and what the model is beside them."""
+        if self._trusted and self._recording is not None:
+            return self._recording[0]  # nothing has changed since
         return self._versions_with(self._source.batch if isinstance(self._source, Single) else None)
 
     def _versions_with(self, batch: Batch | None) -> Versions:
@@ -378,11 +380,11 @@ class Problem(FullPrecision):
         """For calls among which nothing can change: the recording is compared with the model at the first."""
         if not self.streamed:
             self.recording()
-        self._trusted = True
+        before, self._trusted = self._trusted, True
         try:
             yield
         finally:
-            self._trusted = False
+            self._trusted = before
 
     def examples(self) -> int:
         """Number of examples; a stream is counted in a pass of its own unless one has been made."""

@@ -17,6 +17,7 @@ from curvlab.exceptions import SpecError
 from curvlab.problem import Problem
 from curvlab.report.comparison import shown
 from curvlab.report.controls import Against, Beside, against_gradient
+from curvlab.studies.compare import newton as newton_module
 from curvlab.studies.compare.descent import DescentBench, predicted_decrease
 from curvlab.studies.compare.krylov import Krylov
 from curvlab.studies.compare.newton import NewtonReference
@@ -53,11 +54,19 @@ def test_one_krylov_space_solves_every_damping_and_shows_the_spectrum() -> None:
         torch.testing.assert_close(space.solve(scale, shift)[0], expected, rtol=1e-9, atol=1e-12)
 
 
+def test_newton_s_direction_is_left_out_before_anything_is_copied_or_multiplied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(newton_module, "_in_float64", lambda problem: pytest.fail("it was copied"))
+    # Four blocks of ten products: of a chain each is charged 1e7 operations at the least.
+    assert "4.0e+08 operations" in NewtonReference(problem(), operations=1e8).at(0.05).reasons["0.weight"]
+
+
 def test_newton_s_direction_is_left_out_where_it_costs_more_than_the_limit() -> None:
-    reference = NewtonReference(problem(), operations=10.0)
+    reference = NewtonReference(problem(), operations=4e8)  # what the products are charged besides
     [reason] = set(reference.at(0.5).reasons.values())
-    assert "operations, more than the limit of 1.0e+01" in reason
-    assert reference.spent < 2e7  # a single product of one block told
+    assert "operations, more than the limit of 4.0e+08" in reason
+    assert 0 < reference.spent < 2e7  # a single product of one block told
 
 
 def test_the_spectra_are_those_of_the_dense_blocks() -> None:

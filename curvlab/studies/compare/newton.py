@@ -137,7 +137,10 @@ class NewtonReference:
         total = sum(self.sizes.values())
         if total > parameters:
             self.refusal = f"left out: {total:,} parameters, more than the limit of {parameters:,}"
-        else:
+            return
+        # What products are charged at the least may settle it, before anything is copied or multiplied.
+        self._check_operations(product_operations(0, problem))
+        if not self.refusal:
             self._begin(_in_float64(problem))
 
     def _begin(self, problem: Problem) -> None:
@@ -150,15 +153,20 @@ class NewtonReference:
                 space.grow(1)
             self.costs[name] = product_operations(counted.total, problem)
             self.spent += self.costs[name]
-            remaining = len(self.spaces) * FEWEST * max(self.costs.values())
-            if remaining > self.operations:
-                self.refusal = (
-                    f"left out: {FEWEST} products with each of {len(self.spaces)} blocks would take "
-                    f"{remaining:.1e} operations, more than the limit of {self.operations:.1e} "
-                    f"(--reference-limit)"
-                )
+            self._check_operations(max(self.costs.values()))
+            if self.refusal:
                 self.spaces = {}
                 return
+
+    def _check_operations(self, each: float) -> None:
+        """Refuse where the fewest products, of so many operations `each`, are beyond the limit."""
+        remaining = len(self.sizes) * FEWEST * each
+        if remaining > self.operations:
+            self.refusal = (
+                f"left out: {FEWEST} products with each of {len(self.sizes)} blocks would take "
+                f"{remaining:.1e} operations, more than the limit of {self.operations:.1e} "
+                f"(--reference-limit)"
+            )
 
     def at(self, alpha: float) -> Newton:
         """The direction at damping α."""
