@@ -20,7 +20,7 @@ from curvlab import Curvature, Gradient, Problem
 from curvlab.architectures import architecture
 from curvlab.curvature_layers import KroneckerLayer
 from curvlab.gradient import RowGradient
-from curvlab.linalg import Factor
+from curvlab.linalg import Factor, GramFactor
 from curvlab.linalg.factors import InputFactors
 from curvlab.measure import device as devices
 from curvlab.optim import SecondOrder
@@ -127,10 +127,11 @@ def cold(curvature: Curvature, gradient: Gradient) -> tuple[Curvature, Gradient]
 
     Factors that were shared stay shared, and no tensor is copied.
     """
-    renewed: dict[int, Factor] = {}
+    renewed: dict[int | str, Factor] = {}
 
     def renew(factor: F) -> F:
-        return renewed.setdefault(id(factor), factor.map(lambda tensor: tensor))  # type: ignore[return-value]
+        key = factor.rows_id if isinstance(factor, GramFactor) else id(factor)
+        return renewed.setdefault(key, factor.map(lambda tensor: tensor))  # type: ignore[return-value]
 
     layers = [
         replace(

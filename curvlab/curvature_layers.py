@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar, Self
 
+import torch
 from torch import Tensor
 
 from curvlab.curvature_io import factor_from, input_factors_from, tensors_under
@@ -36,6 +37,7 @@ from curvlab.linalg import (
     ViewedBlock,
 )
 from curvlab.linalg.factors import InputFactors, InputKind
+from curvlab.linalg.stacks import diagonal_blocks
 
 __all__ = [
     "KroneckerLayer",
@@ -102,14 +104,23 @@ class LayerCurvature(metaclass=_LayerType):
     def _units(self, kind: InputKind) -> tuple[KroneckerLayer, ...]:
         """What `units` keeps."""
 
-    def units(self, kind: InputKind) -> tuple[KroneckerLayer, ...]:
-        """The Kronecker layers that a solver with the `kind` of input factor is given; kept once made."""
-        if kind not in self._kept_units:
-            self._kept_units[kind] = self._units(kind)
-        return self._kept_units[kind]
+    def _stacked_units(self, kind: InputKind) -> tuple[KroneckerLayer, ...] | None:
+        """The same with the matrices of a weight as one stack; None where they are none."""
+        return None
+
+    def units(self, kind: InputKind, *, stacked: bool = False) -> tuple[KroneckerLayer, ...]:
+        """The Kronecker layers that a solver with the `kind` of input factor is given; kept once made.
+
+        `stacked`: many small matrices of one weight are one unit, whose factors are stacks.
+        """
+        key = (kind, stacked)
+        if key not in self._kept_units:
+            together = self._stacked_units(kind) if stacked else None
+            self._kept_units[key] = self._units(kind) if together is None else together
+        return self._kept_units[key]
 
     @cached_property
-    def _kept_units(self) -> dict[str, tuple[KroneckerLayer, ...]]:
+    def _kept_units(self) -> dict[tuple[str, bool], tuple[KroneckerLayer, ...]]:
         return {}
 
     @property
@@ -198,7 +209,7 @@ class KroneckerLayer(LayerCurvature):
     def _units(self, kind: InputKind) -> tuple[KroneckerLayer, ...]:
         return (self,)
 
-    def units(self, kind: InputKind) -> tuple[KroneckerLayer, ...]:
+    def units(self, kind: InputKind, *, stacked: bool = False) -> tuple[KroneckerLayer, ...]:
         """Itself."""
         return (self,)
 
@@ -372,6 +383,19 @@ class SharedLayer(LayerCurvature):
             name = self.name if len(self.parts) == 1 else f"{self.name}[{index}]"
             units.append(KroneckerLayer(name, self.weight_name, bias, output, part.inputs))
         if alone:
+            units.append(KroneckerLayer(self.name, None, self.bias_name, self.mean_output))
+        return tuple(units)
+
+    def _stacked_units(self, kind: InputKind) -> tuple[KroneckerLayer, ...] | None:
+        block = None if self.weight_name is None else self.blocks[self.weight_name]
+        if not isinstance(block, ViewedBlock) or not block.stackable:
+            return None
+        means = torch.stack([part.inputs.mean for part in self.parts])
+        # Who reads E[h] alone forms no E[hhᵀ].
+        inputs = InputFactors(lambda: block.stack.input, means)
+        output = block.stack.output if kind == "full" else diagonal_blocks(self.mean_output, len(self.parts))
+        units = [KroneckerLayer(self.name, self.weight_name, None, output, inputs)]
+        if self.bias_name is not None:
             units.append(KroneckerLayer(self.name, None, self.bias_name, self.mean_output))
         return tuple(units)
 

@@ -17,9 +17,10 @@ from curvlab.cli import COMMANDS, main
 from curvlab.cli.console import table
 from curvlab.cli.list_ import KINDS
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("plain_pages")]
 
 TINY = ["--arch", "6-4-3", "--data", "synthetic[features=6,classes=3,examples=50]", "--batch", "20"]
+ONE_SCENE = ["--at", "init", "--batches", "1"]
 CELLS = ["-p", "fisher", "-p", "pch-1", "-s", "kfi", "-s", "ea-cg[max_iter=2]", "-r", "1"]
 
 
@@ -133,16 +134,21 @@ def test_merge_joins_folders_and_report_shows_both(first, folder):
 
 def test_a_skipped_pair_is_no_failure(folder):
     pairs = ["-p", "hessian", "-s", "kfi", "-s", "cg", "-r", "1"]
-    found = call("compare", *TINY, *pairs, "-o", folder / "skipped")
+    found = call("compare", *TINY, *ONE_SCENE, *pairs, "-o", folder / "skipped")
     assert found.exit_code == 0, found.output
     assert "skipped" in found.stdout
     assert "matrix-free" in " ".join(found.stdout.split())
 
 
 def test_a_comparison_of_which_every_pair_was_skipped_says_so_and_exits_with_1(folder):
-    found = call("compare", *TINY, "-p", "hessian", "-s", "kfi", "-r", "1", "-o", folder / "all-skipped")
+    found = call("compare", *TINY, *ONE_SCENE, "-p", "hessian", "-s", "kfi", "-o", folder / "all-skipped")
     assert found.exit_code == 1
     assert "No pair was measured: every one was skipped or failed." in found.stderr
+    reason = "matrix-free"
+    assert reason in " ".join(found.stdout.split())
+    assert reason not in found.stderr  # said once: a terminal shows both
+    quiet = call("report", folder / "all-skipped", "--quiet")
+    assert reason in " ".join(quiet.stderr.split())
     document = json.loads(call("report", folder / "all-skipped", "--json").stdout)
     assert not document["ok"]
 
@@ -177,7 +183,7 @@ def test_a_refused_provider_is_told_of_once(tmp_path, monkeypatch):
     )
     own = ["--model", "residual_study:Net", "--data", "residual_study:batches"]
     pairs = ["-p", "fisher", "-p", "pch[kind=recursive]", "-s", "kfi", "-s", "sm-kfi"]
-    found = call("compare", *own, *pairs, "-r", "1", "-o", "out")
+    found = call("compare", *own, *ONE_SCENE, *pairs, "-r", "1", "-o", "out")
     assert found.exit_code == 0, found.output
     assert found.stdout.count("Left out") == 1
 
@@ -189,7 +195,9 @@ def test_a_failed_cell_gives_exit_code_1_and_its_reason(folder, monkeypatch):
         raise RuntimeError("no such luck")
 
     monkeypatch.setattr(measurements, "usage", broken)
-    found = call("compare", *TINY, "-p", "fisher", "-s", "kfi", "-r", "1", "-o", folder / "failed")
+    found = call(
+        "compare", *TINY, *ONE_SCENE, "-p", "fisher", "-s", "kfi", "-r", "1", "-o", folder / "failed"
+    )
     assert found.exit_code == 1
     assert "fisher + kfi: RuntimeError: no such luck" in found.stderr
     assert "failed" in found.stdout
@@ -259,7 +267,9 @@ def test_options_win_over_the_configuration_file(tmp_path):
     (tmp_path / "study.toml").write_text(
         'providers = ["fisher"]\nsolvers = "kfi"\nbatch = 7\nrepetitions = 1'
     )
-    found = call("compare", *TINY, "--config", tmp_path / "study.toml", "-o", tmp_path / "out", "--json")
+    found = call(
+        "compare", *TINY, *ONE_SCENE, "--config", tmp_path / "study.toml", "-o", tmp_path / "out", "--json"
+    )
     config = json.loads(found.stdout)["config"]
     assert (config["batch"], config["providers"], config["repetitions"]) == (20, ["fisher"], 1)
 
@@ -356,7 +366,7 @@ main(sys.argv[1:])
 
 
 def test_a_full_disk_is_a_sentence_and_leaves_a_store_that_resumes(tmp_path):
-    arguments = ["compare", *TINY, *CELLS, "-o", str(tmp_path)]
+    arguments = ["compare", *TINY, *ONE_SCENE, *CELLS, "-o", str(tmp_path)]
     full = subprocess.run(
         [sys.executable, "-c", FULL_DISK, *arguments], capture_output=True, text=True, check=False
     )
@@ -372,19 +382,19 @@ def test_a_full_disk_is_a_sentence_and_leaves_a_store_that_resumes(tmp_path):
 
 
 def test_ctrl_c_says_how_to_go_on_and_the_rest_resumes(folder):
-    arguments = ["compare", *TINY, "-p", "fisher", "-s", "kfi", "-r", "400", "-o", str(folder / "stopped")]
+    arguments = ["compare", *TINY, *ONE_SCENE, "-p", "fisher", "-s", "kfi", "-o", str(folder / "stopped")]
     running = subprocess.Popen(
-        [sys.executable, "-m", "curvlab", *arguments], stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "curvlab", *arguments, "-r", "4000"], stderr=subprocess.PIPE, text=True
     )
     store = folder / "stopped" / "results.jsonl"
-    while running.poll() is None and (not store.exists() or store.read_text().count('"cost"') < 2):
+    while running.poll() is None and (not store.exists() or '"solve"' not in store.read_text()):
         time.sleep(0.02)
     running.send_signal(signal.SIGINT)
     _, said = running.communicate(timeout=60)
     assert running.returncode == 130, said
     assert "the same command goes on from there" in said
     kept = store.read_text()
-    assert call(*arguments, "-r", "3", "--quiet").exit_code == 0
+    assert call(*arguments, "-r", "1", "--quiet").exit_code == 0
     assert store.read_text().startswith(kept)
 
 
@@ -487,7 +497,7 @@ def test_models_data_and_criteria_of_the_user_s_own_are_compared(tmp_path, monke
         "huber = torch.nn.CrossEntropyLoss(label_smoothing=0.1)\n"
     )
     own = ["--model", "own_study:build", "--data", "own_study:batches", "--criterion", "own_study:huber"]
-    arguments = ["compare", *own, "-p", "fisher", "-s", "kfi", "-r", "1", "-o", "out"]
+    arguments = ["compare", *own, *ONE_SCENE, "-p", "fisher", "-s", "kfi", "-r", "1", "-o", "out"]
     found = call(*arguments)
     assert found.exit_code == 0, found.output
     rows = Path("out/results.jsonl").read_text()

@@ -16,7 +16,7 @@ import curvlab
 from curvlab.exceptions import SpecError
 from curvlab.problem import Problem
 from curvlab.report.comparison import shown
-from curvlab.report.controls import Against
+from curvlab.report.controls import Against, Beside, against_gradient
 from curvlab.studies.compare.descent import DescentBench, predicted_decrease
 from curvlab.studies.compare.krylov import Krylov
 from curvlab.studies.compare.newton import NewtonReference
@@ -161,19 +161,41 @@ def test_a_checkpoint_is_loaded_from_either_kind_of_file(tmp_path: Path, suffix:
 @pytest.mark.parametrize(
     ("angle", "loss", "other", "beats"),
     [
-        ((0.1, 0.5, 1.0), (0.4, 0.2, 1.0), (0.3, 0.2, 1.0), True),
-        ((0.1, 0.5, 0.5), (0.4, 0.2, 1.0), (0.3, 0.2, 1.0), False),  # closer in half of the draws only
-        ((0.1, 0.5, 1.0), (0.205, 0.2, 1.0), (0.3, 0.2, 1.0), False),  # the loss falls no further
-        ((0.1, 0.5, 1.0), (0.4, 0.2, 1.0), (0.1, 0.2, 0.0), False),  # worse on another batch
-        ((0.001, 0.009, 1.0), (0.4, 0.2, 1.0), (0.3, 0.2, 1.0), False),  # both are as close as makes no odds
-        ((math.nan,) * 3, (0.4, 0.2, 1.0), (math.nan,) * 3, True),  # no Newton step: the loss decides
-        ((math.nan,) * 3, (math.nan,) * 3, (math.nan,) * 3, False),
+        (Beside(0.1, 0.5, 1.0, True), Beside(0.4, 0.2, 1.0, True), Beside(0.3, 0.2), True),
+        (Beside(0.1, 0.5, 1.0, False), Beside(0.4, 0.2, 1.0, True), Beside(0.3, 0.2), False),  # noise
+        (Beside(0.1, 0.5, 1.0, True), Beside(0.205, 0.2, 1.0, True), Beside(0.3, 0.2), False),  # hardly lower
+        (
+            Beside(0.1, 0.5, 1.0, True),
+            Beside(0.4, 0.2, 1.0, True),
+            Beside(0.1, 0.2),
+            False,
+        ),  # worse elsewhere
+        (Beside(0.001, 0.009, 1.0, True), Beside(0.4, 0.2, 1.0, True), Beside(0.3, 0.2), False),  # both close
+        (Beside(), Beside(0.4, 0.2, 1.0, True), Beside(), True),  # no Newton step: the loss decides
+        (Beside(), Beside(), Beside(), False),
     ],
 )
 def test_a_pair_beats_the_gradient_in_all_that_is_known_or_not_at_all(
-    angle: Any, loss: Any, other: Any, beats: bool
+    angle: Beside, loss: Beside, other: Beside, beats: bool
 ) -> None:
     assert Against(angle, loss, other, draws=3).beats == beats
+
+
+def test_pairs_are_told_from_the_gradient_by_their_draws() -> None:
+    angles = {"identity": [0.30, 0.32, 0.28], "better": [0.10, 0.12, 0.09], "equal": [0.29, 0.33, 0.27]}
+    decreases = {"identity": [0.20, 0.15, 0.22], "better": [0.5, 0.45, 0.5], "equal": [0.25, 0.14, 0.21]}
+    draws = pd.DataFrame(
+        [
+            {"provider": name, "solver": "" if name == "identity" else "kfi", "point": "init", "seed": 0,
+             "draw": draw, "sine": sine, "decrease": decrease, "decrease_other": decrease}
+            for name in angles
+            for draw, (sine, decrease) in enumerate(zip(angles[name], decreases[name], strict=True))
+        ]
+    )  # fmt: skip
+    found = against_gradient(draws, "init")
+    assert found["better", "kfi"].angle == Beside(0.10, 0.30, 1.0, True)
+    assert found["equal", "kfi"].loss == Beside(0.21, 0.20, pytest.approx(1 / 3), False)
+    assert [pair[0] for pair, one in found.items() if one.beats] == ["better"]
 
 
 @pytest.mark.slow
@@ -202,7 +224,7 @@ QUADRATIC = ("gauss-newton", "pch-1", "pch-2", "fisher[kind=exact]")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 6))])
 def test_on_a_quadratic_the_exact_providers_are_one_group_and_the_empirical_fisher_is_never_named(
     seed: int,
 ) -> None:

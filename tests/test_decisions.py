@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from curvlab.exceptions import ArgumentError
-from curvlab.studies.compare.decisions import CONFIDENCE, Decision, decide
+from curvlab.studies.compare.decisions import CONFIDENCE, Decision, below_control, decide
 from curvlab.studies.compare.settings import Settings
 from curvlab.studies.setup import Setup
 
@@ -50,6 +50,51 @@ def test_a_planted_difference_of_15_per_cent_is_found_in_at_least_90_of_100_repe
         seconds[:, -1] *= 1.15
         found += decision(seconds).smaller("pair 0", f"pair {contestants - 1}")
     assert found >= 90
+
+
+def equal_to_control(
+    seed: int, rounds: int, contestants: int, together: float, spread: float
+) -> NDArray[np.float64]:
+    """Ratios to a control that all equal; `together` is the share of the variance that they share."""
+    rng = np.random.default_rng(seed)
+    common, own = rng.normal(0, spread, (rounds, 1)), rng.normal(0, spread, (rounds, contestants))
+    return np.exp(math.sqrt(together) * common + math.sqrt(1 - together) * own)
+
+
+def below(ratios: NDArray[np.float64]) -> dict[str, bool]:
+    return below_control({f"pair {i}": column for i, column in enumerate(ratios.T)})
+
+
+@pytest.mark.parametrize("contestants", [1, 16])
+@pytest.mark.parametrize("together", [0.0, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize(("rounds", "spread"), [(1, 0.1), (3, 0.1), (3, 0.5), (10, 0.3)])
+def test_of_contestants_that_equal_the_control_any_is_named_in_at_most_5_of_100(
+    rounds: int, spread: float, together: float, contestants: int
+) -> None:
+    cases = (equal_to_control(seed, rounds, contestants, together, spread) for seed in range(200))
+    named = sum(any(below(ratios).values()) for ratios in cases)
+    assert named <= 0.05 * 200 + 2 * math.sqrt(200 * 0.05 * 0.95)  # two standard errors of the count itself
+
+
+@pytest.mark.parametrize(("rounds", "ratio"), [(1, 0.6), (3, 0.7), (5, 0.8)])
+def test_a_planted_difference_to_the_control_is_found_in_at_least_90_of_100(
+    rounds: int, ratio: float
+) -> None:
+    found = 0
+    for seed in range(100):
+        ratios = equal_to_control(seed, rounds, 16, 0.5, 0.1)
+        ratios[:, 0] *= ratio
+        found += below(ratios)["pair 0"]
+    assert found >= 90
+
+
+def test_a_noisy_contestant_is_judged_by_its_own_noise_beside_quiet_ones() -> None:
+    named = 0
+    for seed in range(200):
+        ratios = equal_to_control(seed, 3, 8, 0.0, 0.02)
+        ratios[:, 0] = np.exp(np.random.default_rng(1000 + seed).normal(0, 0.5, 3))
+        named += below(ratios)["pair 0"]
+    assert named <= 0.05 * 200 + 2 * math.sqrt(200 * 0.05 * 0.95)
 
 
 def test_the_interval_of_two_is_students_paired_interval_where_nothing_is_trimmed() -> None:
@@ -118,6 +163,8 @@ def test_refusals_say_what_to_do() -> None:
         decide({"a": [1.0, -1.0], "b": [1.0, 2.0]})
     with pytest.raises(ArgumentError, match="fill gaps with NaN"):
         decide({"a": [1.0], "b": [1.0, 2.0]})
+    with pytest.raises(ArgumentError, match="put a floor under both"):
+        below_control({"a": [0.5, -0.1]})
     with pytest.raises(ArgumentError, match="nothing to decide"):
         decide({})
     with pytest.raises(ArgumentError, match="compared were a, b"):

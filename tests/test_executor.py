@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from curvlab.exceptions import SpecError
-from curvlab.studies.executor import Process, Serial, place_of, run
+from curvlab.studies.executor import Process, Serial, Workers, place_of, run
 
 DIE = "__import__('os')._exit(1)"
 
@@ -39,6 +40,18 @@ def test_a_call_that_ends_its_workers_is_given_up_and_no_other_is_lost():
     assert sorted(done.argument for done in outcomes) == sorted(["1+1", DIE, "2+2", "3+3"])
     results = {done.argument: done.result for done in outcomes if done.error is None}
     assert results == {"1+1": 2, "2+2": 4, "3+3": 6}
+
+
+def test_workers_stay_between_the_stages_of_a_study_and_end_with_it():
+    identify = "__import__('os').getpid()"
+    with Workers("process[workers=1]") as workers:
+        before, after = ([done.result for done in workers.run(eval, [identify])] for _ in range(2))
+        assert before == after
+        (given_up,) = workers.run(eval, [DIE])
+        assert given_up.error is not None
+        assert [done.result for done in workers.run(eval, [identify])] != before
+    with pytest.raises(ProcessLookupError):
+        os.kill(before[0], 0)
 
 
 def test_places_by_name():

@@ -24,6 +24,8 @@ from curvlab.studies.train.checkpoint import read_checkpoint
 from curvlab.studies.train.run import TrainPlan, train
 from tests.cases import ONE_SCENE
 
+pytestmark = pytest.mark.usefixtures("plain_pages")
+
 TINY = Setup(arch="5-4-3", data="synthetic[features=5,classes=3,examples=30]", batch=10, device="cpu")
 COMPARE = ["compare", "-p", "fisher", "-s", "kfi", "-r", "1", "--quiet"]
 TRAIN = ["train", "--quiet", "--epochs", "1"]

@@ -66,6 +66,7 @@ def test_the_example_runs_and_its_steps_lower_the_loss():
 def test_the_command_line_takes_the_model_by_its_address(tmp_path):
     command = [sys.executable, "-m", "curvlab", "compare", "--model", "huggingface:tiny"]
     command += ["--data", "huggingface:batches", "--provider", "fisher", "--solver", "ea-cg"]
+    command += ["--at", "init", "--repetitions", "1", "--alphas", "0.5"]
     command += ["--output", str(tmp_path / "results")]
     subprocess.run(
         command, cwd=ROOT / "examples", env=ENVIRONMENT, capture_output=True, text=True, check=True

@@ -35,7 +35,22 @@ criterion = torch.nn.CrossEntropyLoss(label_smoothing=0.1)
 """
 OWN = ["--model", "study_of_mine:build", "--data", "study_of_mine:batches",
        "--criterion", "study_of_mine:criterion"]  # fmt: skip
-COMPARE = ["compare", *OWN, "-p", "fisher", "-s", "kfi", "-r", "1", "-o", "out"]
+COMPARE = [
+    "compare",
+    *OWN,
+    "--at",
+    "init",
+    "--batches",
+    "1",
+    "-p",
+    "fisher",
+    "-s",
+    "kfi",
+    "-r",
+    "1",
+    "-o",
+    "out",
+]
 
 Write = Callable[..., None]
 

@@ -6,11 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 import curvlab
 from curvlab.cli import COMMANDS
+from curvlab.cli.completion import GROUPS, NAMES
+from curvlab.registry import Registry
 
 HEAVY = ("torch", "pandas", "numpy", "scipy", "matplotlib", "sklearn", "rich")
 PROBE = """
@@ -56,6 +59,55 @@ def test_the_shell_completes_options_without_torch() -> None:
     )
     assert "--newton-limit" in output
     assert heavy == []
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("compare -p pch", ["pch", "pch-1", "pch-2"]),
+        ("compare -p fisher -s ea", ["ea-cg"]),
+        ("compare --data dig", ["digits"]),
+        ("compare --baseline mu", ["muon"]),
+        ("compare --executor pro", ["process"]),
+        ("compare --dtype float6", ["float64"]),
+        ("train --provider he", ["hessian"]),
+        ("spectrum -p gauss", ["gauss-newton"]),
+        ("comp", ["compare"]),
+    ],
+)
+def test_the_shell_completes_names_without_torch(words: str, offered: list[str]) -> None:
+    typed = f"curvlab {words}"
+    output, _, _, heavy = run(
+        _CURVLAB_COMPLETE="bash_complete", COMP_WORDS=typed, COMP_CWORD=str(len(typed.split()) - 1)
+    )
+    assert output.split() == [f"plain,{name}" for name in offered]
+    assert heavy == []
+
+
+def test_the_shell_completes_the_path_of_a_checkpoint() -> None:
+    output, _, _, _ = run(
+        _CURVLAB_COMPLETE="bash_complete", COMP_WORDS="curvlab compare --checkpoint run", COMP_CWORD="3"
+    )
+    assert output.split() == ["file,run"]
+
+
+def test_completion_offers_the_names_of_the_registries_and_no_others() -> None:
+    from curvlab.architectures import architectures
+    from curvlab.criteria.registry import criteria
+    from curvlab.data import datasets
+    from curvlab.providers.registry import providers
+    from curvlab.solvers.registry import solvers
+    from curvlab.studies.executor import executors
+    from curvlab.studies.train.optimizers import optimizers
+    from curvlab.studies.train.schedules import schedules
+
+    held: list[Registry[Any]] = [providers, solvers, criteria, architectures, datasets, optimizers]
+    kinds = ("provider", "solver", "criterion", "arch", "data", "optimizer", "schedule", "executor")
+    for kind, registry in zip(kinds, [*held, schedules, executors], strict=True):
+        own = {one.name for one in registry.describe() if one.origin == "curvlab"}
+        own = own & set(NAMES[kind]) if kind == "optimizer" else own  # torch's own are added when asked for
+        assert set(NAMES[kind]) == own, kind
+        assert GROUPS.get(kind) == registry.group, kind
 
 
 def test_importing_curvlab_imports_no_torch_and_knows_every_name() -> None:

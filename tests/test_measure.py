@@ -34,7 +34,7 @@ from curvlab.solvers import KFI, LayerDirection, LayerGradient
 from curvlab.solvers.damping import Damping
 from curvlab.studies.compare import resources
 from curvlab.studies.compare.resources import Pair, Usage, usage
-from curvlab.studies.compare.timing import Phases, Stopwatch, disturbance_words
+from curvlab.studies.compare.timing import IN_VAIN, Patience, Phases, Stopwatch, disturbance_words
 
 linalg = torch.linalg
 
@@ -523,6 +523,22 @@ def test_a_disturbed_measurement_is_made_again_and_the_least_disturbed_counts(
     assert (found.attempts, found.waited) == (attempts, share)
     assert found.row()["wall_seconds"] == 1.0 / found.calls, "of one call, with what was waited"
     assert found.phases.estimate == (1 - share) / found.calls, "without"
+
+
+def test_where_the_machine_stays_busy_nothing_is_made_again_until_a_measurement_is_quiet(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    watch = Stopwatch(Pair("fisher", "kfi", 0.05), tiny_problem())
+    watch.measure()
+    waits = [0.5] * (3 * IN_VAIN + 1) + [0.0, 0.5, 0.5, 0.5]
+    seen = iter(waits)
+    monkeypatch.setattr(watch, "_patience", Patience())
+    monkeypatch.setattr(
+        watch, "_total", lambda calls: (Phases(), Elapsed(wall=1.0, processor=0.5, waited=next(seen)))
+    )
+    attempts = [watch.measure().attempts for _ in range(IN_VAIN + 3)]
+    assert attempts == [3] * IN_VAIN + [1, 1, 3]
+    assert next(seen, None) is None
 
 
 def test_what_is_waited_for_a_processor_is_told_apart_from_work(

@@ -25,6 +25,8 @@ from curvlab.studies.store import Store
 from curvlab.studies.train.plan import TrainPlan
 from curvlab.studies.train.run import train
 
+pytestmark = pytest.mark.usefixtures("plain_pages")
+
 FOLDERS = Path(__file__).parent / "data" / "folders-of-31b49ba"
 DATA = "synthetic[features=6,classes=3,examples=50]"
 

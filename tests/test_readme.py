@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 import curvlab
 
 README = Path(__file__).parent.parent / "README.md"
@@ -18,5 +20,8 @@ def section(heading: str) -> str:
     return found.group(1)
 
 
-def test_the_example_of_any_network_runs():
-    exec(section("### Any network"), {"curvlab": curvlab})
+@pytest.mark.slow
+def test_the_examples_of_any_network_and_of_its_spectra_run() -> None:
+    names: dict[str, object] = {"curvlab": curvlab}
+    for heading in ("### Any network", "### Spectra, traces, samples"):
+        exec(section(heading), names)

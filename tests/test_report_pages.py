@@ -178,7 +178,7 @@ def test_every_error_is_said_to_be_of_bias_blocks_and_from_the_absolute_hessian(
     ).text
     for text in (page, markdown):
         numbers = text[text.rindex("All numbers") :]
-        assert "‖B̃ − |B|‖_F / ‖|B|‖_F, how far the provider's bias blocks B̃ are" in numbers
+        assert "‖B̃ − |B|‖ / ‖|B|‖ in the Frobenius norm, how far the provider's bias blocks B̃ are" in numbers
         assert "relative error (bias blocks, from |H|)" in numbers
         assert "its bias blocks are" in text
         assert "from the exact Hessian" not in text

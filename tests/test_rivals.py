@@ -175,6 +175,5 @@ def test_naming_an_optimizer_of_torch_in_a_help_page_imports_no_torch() -> None:
 
 
 def test_an_optimizer_from_pypi_trains_by_its_address() -> None:
-    pytest.importorskip("pytorch_optimizer", reason="pytorch-optimizer is not installed")
     first, *_, last = losses("pytorch_optimizer:SOAP[lr=0.01]")
     assert last < first

@@ -33,12 +33,15 @@ def spoiled(curvature: curvlab.Curvature, index: int, value: float) -> curvlab.C
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("solver", ["kfi", "sm-kfi"])
+@pytest.mark.parametrize(
+    "solver", ["kfi", "sm-kfi", "kfi[formulation=explicit]", "sm-kfi[formulation=explicit]"]
+)
 def test_an_indefinite_factor_is_raised_with_layer_eigenvalue_and_advice(
     solver: str, dtype: torch.dtype
 ) -> None:
     p = problem(**WIDE, dtype=dtype)
-    matrix = torch.diag(torch.linspace(-3.0, 2.0, 9, dtype=dtype))
+    turned = torch.linalg.qr(torch.randn(9, 9, dtype=dtype)).Q
+    matrix = turned @ torch.diag(torch.linspace(-3.0, 2.0, 9, dtype=dtype)) @ turned.T
     curvature = with_output(curvlab.estimate("pch-1", p), 1, DenseFactor(matrix))
     with pytest.raises(SolveError) as caught:
         curvlab.solve(solver, curvature, p.gradient(), damping=curvlab.Additive(1.0))

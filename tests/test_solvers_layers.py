@@ -205,7 +205,7 @@ def test_the_step_of_an_iteration_is_not_formed(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_step_that_refers_to_a_changed_gradient_is_refused() -> None:
-    curvature = curvature_of(SHARED["groups"]())
+    curvature = curvature_of(SHARED["convolution"]())
     gradient = gradient_of(curvature)
     solution = curvlab.solve("ea-cg", curvature, gradient, alpha=0.1)
     gradient["conv.weight"].mul_(2)
@@ -283,7 +283,7 @@ def test_ea_cg_iterates_narrow_units_together_and_wide_ones_alone(monkeypatch: p
     curvature = curvature_of(*made)
     gradient = gradient_of(curvature)
     solution = curvlab.solve(f"ea-cg{ITERATIVE}", curvature, gradient, alpha=0.1)
-    assert sizes == [4, 1]  # two groups and their bias, the Linear layer; the twelve positions
+    assert sizes == [2, 1]  # the bias of the groups (a stack) and the Linear layer; the twelve positions
     for written in made:
         for key, step in expected_steps("ea-cg", written, gradient, Mixed(0.1)).items():
             assert_close(solution.direction[key], step)
@@ -301,7 +301,7 @@ def test_cg_takes_products_of_operators_and_factors_of_the_rest() -> None:
         for key, step in expected_steps("cg", written, gradient, Mixed(0.1)).items():
             assert_close(solution.direction[key], step)
     routes = [block.route for block in solution.blocks.values()]
-    assert routes == ["row", "bias", "operator", "bias"]
+    assert routes == ["dense", "bias", "operator", "bias"]
     for solver in ("kfi", "exact", "ea-cg"):
         with pytest.raises(PairError, match="matrix-free"):
             curvlab.solve(solver, curvature, gradient, alpha=0.1)

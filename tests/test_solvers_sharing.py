@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -9,6 +11,10 @@ import torch
 from torch import Tensor
 
 import curvlab
+from curvlab.curvature_layers import KroneckerLayer
+from curvlab.gradient import RowGradient
+from curvlab.linalg import GramFactor
+from curvlab.linalg.factors import InputKind
 from tests.solver_cases import (
     MEAN,
     NARROW,
@@ -20,6 +26,8 @@ from tests.solver_cases import (
     problem,
     written_out,
 )
+
+KINDS: tuple[InputKind, ...] = ("full", "mean")
 
 
 class Calls:
@@ -93,6 +101,37 @@ def test_cg_and_exact_share_the_eigenvectors_of_the_gram_matrix(monkeypatch: pyt
     assert calls.count == 6
     curvlab.solve("exact[route=sample]", curvature, gradient, alpha=0.3)
     assert calls.count == 6
+
+
+@pytest.mark.parametrize("solver", [*SOLVERS, "exact[route=sample]"])
+@pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
+def test_factorisations_are_freed_with_their_curvature(solver: str, size: dict[str, Any]) -> None:
+    p = problem(**size)
+    gradient = p.gradient()
+    curvature = curvlab.estimate("fisher", p)
+    curvlab.solve(solver, curvature, gradient, alpha=0.1)
+    layers = [layer for layer in curvature.layers if isinstance(layer, KroneckerLayer)]
+    inputs = [layer.inputs.factor(kind) for layer in layers if layer.inputs for kind in KINDS]
+    factors = [*inputs, *(layer.output for layer in layers)]
+    assert any(factor._memo for factor in factors)
+    alive = [weakref.ref(factor) for factor in factors]
+    del curvature, layers, inputs, factors
+    gc.collect()
+    assert [reference() for reference in alive if reference() is not None] == []
+    assert all(not r.inputs._memo and not r.gradients._memo for r in p.recording().layers)
+
+
+def test_curvatures_and_gradient_of_one_batch_share_the_gram_matrix_of_its_rows() -> None:
+    p = problem(**WIDE)
+    gradient = p.gradient()
+    for curvature in (curvlab.estimate("fisher", p), curvlab.estimate("pch-1", p)):
+        for layer in curvature.layers:
+            entry = gradient.factored(f"{layer.name}.weight")
+            assert isinstance(entry, RowGradient)
+            assert isinstance(layer, KroneckerLayer)
+            assert layer.inputs is not None
+            assert isinstance(layer.inputs.full, GramFactor)
+            assert layer.inputs.full.gram is entry.inputs.gram
 
 
 def other_batch(size: dict[str, Any]) -> tuple[curvlab.Problem, curvlab.Problem]:

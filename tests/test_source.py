@@ -35,6 +35,8 @@ from curvlab.studies.store import Store
 from curvlab.studies.train.run import TrainPlan, train
 from tests.cases import ONE_SCENE
 
+pytestmark = pytest.mark.usefixtures("plain_pages")
+
 ROOT = Path(__file__).parent.parent
 TINY = Setup(arch="6-4-3", data="synthetic[features=6,classes=3,examples=50]", batch=20, dtype="float64")
 IDENTITY = ["-c", "user.name=a", "-c", "user.email=a@example.invalid"]

@@ -51,7 +51,7 @@ def assert_same(one: curvlab.Curvature, other: curvlab.Curvature, tolerance: flo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["weighted", "ignored", "robust", "convex function"])
-@pytest.mark.parametrize("sizes", [[1, 5, 2], [3, 1, 1, 1, 2], [8]])
+@pytest.mark.parametrize("sizes", [[1, 5, 2], pytest.param([3, 1, 1, 1, 2], marks=pytest.mark.long)])
 def test_uneven_batches_give_the_curvature_of_one_batch(loss: str, sizes: list[int]) -> None:
     labelled = loss != "convex function"
     names = (

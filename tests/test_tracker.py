@@ -74,7 +74,6 @@ def test_every_number_is_told_to_the_log() -> None:
 
 
 def test_tensorboard_has_the_numbers(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from torch.utils.tensorboard import SummaryWriter
 

@@ -173,7 +173,7 @@ def test_a_run_killed_at_random_moments_and_resumed_equals_an_uninterrupted_one(
         "train(plan, sys.argv[1], checkpoint_steps=2, on_progress=lambda p: print(p.step, flush=True))\n"
     )
     folder, chance, kills = tmp_path / "killed", random.Random(0), 0
-    for _ in range(3):
+    for _ in range(2):
         process = subprocess.Popen(
             [sys.executable, "-c", program, str(folder)], stdout=subprocess.PIPE, env=os.environ
         )
@@ -183,7 +183,7 @@ def test_a_run_killed_at_random_moments_and_resumed_equals_an_uninterrupted_one(
         process.send_signal(signal.SIGKILL)
         process.communicate()
         kills += process.returncode == -signal.SIGKILL
-    assert kills == 3
+    assert kills == 2
     assert read_checkpoint(folder / "checkpoint.safetensors")["steps"] < 48
     train(plan, folder)
     assert_same_bits(final_model(tmp_path / "whole"), final_model(folder))

@@ -66,7 +66,7 @@ def command(
       curvlab compare --config runs/compare/config.toml -o runs/again
 
     \b
-    Completion of options and file names, for bash (zsh and fish likewise):
+    Completion of options, names and files, for bash (zsh and fish likewise):
       eval "$(_CURVLAB_COMPLETE=bash_source curvlab)"
     """
     from curvlab.studies.compare.run import run_comparison
@@ -114,8 +114,13 @@ def finish(compared: Comparison, folder: Path, as_json: bool, quiet: bool) -> No
         click.echo(f"Report: {report}")
     for failure in compared.failures:
         say(f"failed: {failure}")
-    if not compared.measured:
-        for reason in compared.warnings:
+    if compared.cells.empty:
+        say(
+            f"Error: {folder} has no row of a pair, as after an interruption. The command that began it goes "
+            f"on from there: `{compared.command}`"
+        )
+    elif not compared.measured:
+        for reason in compared.warnings if as_json or quiet else ():  # the table has said them
             say(reason)
         say("No pair was measured: every one was skipped or failed. `curvlab list` shows which pairs exist.")
     if not compared.ok:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import click
 
 from curvlab import imports
+from curvlab.cli.completion import complete_name
 from curvlab.exceptions import SpecError
 from curvlab.studies.compare.settings import Settings, all_settings, command_settings
 from curvlab.studies.schema import Setting, read_values
@@ -73,6 +74,8 @@ def option_of(setting: Setting, default: Any = None) -> click.Option:
         multiple=setting.many,
         metavar=None if setting.choices else setting.shown_metavar,
         help=setting.help_text(default),
+        # Without it click offers the choices of a `click.Choice`.
+        shell_complete=None if setting.choices or setting.kind is not str else complete_name,
     )
 
 
@@ -112,6 +115,7 @@ def executor_option(default: str | None = "serial", words: str = "") -> Callable
         default=default,
         show_default=default is not None,
         metavar="SPEC",
+        shell_complete=complete_name,
         help=f"serial, process[workers=N], dask[address=tcp://host:8786], …{shown}",
     )
 

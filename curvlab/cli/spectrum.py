@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from curvlab.cli.completion import complete_name
 from curvlab.cli.console import paragraph, print_json, records, table
 from curvlab.cli.options import SchemaCommand, make_setup, output_options, setup_settings
 
@@ -22,6 +23,7 @@ __all__ = ["command"]
     default="hessian[full=true]",
     show_default=True,
     metavar="SPEC",
+    shell_complete=complete_name,
     help="Curvature, such as fisher[structure=full] or pch-1.",
 )
 @click.option("--checkpoint", metavar="FILE", help="The model's state, as torch.save wrote it.")

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from curvlab.studies.train.run import TrainProgress
+    from curvlab.studies.train.tracking import Tracking
 
 __all__ = ["command"]
 
@@ -45,12 +46,21 @@ PLAN, STEP = settings_of(TrainPlan), settings_of(SecondOrderSpec)
               help="Folder of the run.  [default: runs/train/<optimizer>-<hash of the plan>]")  # fmt: skip
 @click.option("--checkpoint-seconds", type=click.FloatRange(min=0), default=60.0, show_default=True,
               metavar="X", help="Checkpoint this often, and after every epoch.")  # fmt: skip
+@click.option("--track", metavar="MEASURE,…",
+              help="Measure curvature along the way: top-eigenvalue, trace, density, errors.")  # fmt: skip
+@click.option("--track-every", type=click.IntRange(min=1), default=50, show_default=True, metavar="N",
+              help="Steps between two measurements of --track.")  # fmt: skip
+@click.option("--track-examples", type=click.IntRange(min=1), default=500, show_default=True, metavar="N",
+              help="Training examples that --track measures on.")  # fmt: skip
 @click.option("--fresh", is_flag=True, help="Begin anew; the run in the folder is set aside.")
 @click.option("--quiet", is_flag=True, help="No progress and no table.")
 @click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON on standard output.")
 def command(
     output: Path | None,
     checkpoint_seconds: float,
+    track: str | None,
+    track_every: int,
+    track_examples: int,
     fresh: bool,
     quiet: bool,
     as_json: bool,
@@ -72,12 +82,14 @@ def command(
       curvlab train -p fisher -s kfi --lr 0.05 --alpha 0.1
       curvlab train --data cifar10 --batch 500 --lr 0.2 -o runs/cifar10
       curvlab train --data cifar10 --optimizer 'sgd[lr=0.1,momentum=0.9]'
+      curvlab train --track top-eigenvalue,trace --track-every 20
       torchrun --nproc-per-node=4 -m curvlab train --data cifar10 --batch 1000
     """
     from curvlab.distributed.launch import launched
     from curvlab.studies.train.run import train
 
     plan = _plan(options)
+    tracking = None if track is None else _tracking(track, track_every, track_examples)
     folder = output or DEFAULT_FOLDER / f"{_slug(plan)}-{plan.key[:8]}"
     with launched(plan.setup.device) as launch:
         bar = launch.leads and not quiet and not as_json and sys.stderr.isatty()
@@ -96,8 +108,11 @@ def command(
                 checkpoint_seconds=checkpoint_seconds,
                 draw=_learning_curve,
                 process_group=launch.process_group,
+                track=tracking,
             )
     if launch.leads:
+        if tracking is not None:
+            _write_tracking(plan, folder)
         _render(frame, folder, quiet, as_json)
         _finish(frame, plan, folder, quiet)
 
@@ -107,6 +122,27 @@ def _learning_curve(frame: pd.DataFrame, title: str) -> bytes:
     from curvlab.report.figures import learning_curve_png
 
     return learning_curve_png(frame, title)
+
+
+def _tracking(measures: str, every: int, examples: int) -> Tracking:
+    from curvlab.studies.train.tracking import Tracking
+
+    return Tracking([name.strip() for name in measures.split(",") if name.strip()], every, examples)
+
+
+def _write_tracking(plan: TrainPlan, folder: Path) -> None:
+    """The page of the curvature along the run, from the frame that is in its folder."""
+    import pandas as pd
+
+    from curvlab.report.tracking import write_tracking
+
+    if not (folder / "curvature.csv").exists():
+        click.echo("Nothing was tracked: the run was finished before. --fresh begins it anew.", err=True)
+        return
+    frame = pd.read_csv(folder / "curvature.csv", keep_default_na=False)
+    setup = plan.setup.resolve()
+    facts = (("arch", str(setup.arch)), ("data", setup.data), ("optimizer", plan.labels()["optimizer"]))
+    write_tracking(frame, facts, folder)
 
 
 def _plan(options: dict[str, Any]) -> TrainPlan:

@@ -47,6 +47,10 @@ class Criterion(ABC):
     def check(self, logits: Tensor, targets: Tensor) -> None:
         """Raise `ProblemError` unless shapes, dtypes, devices and values go together."""
 
+    def check_targets(self, logits: Tensor, targets: Tensor) -> None:
+        """What of `check` is quick enough for every batch of a training: of a known criterion, all of it."""
+        self.check(logits, targets)
+
     def weights(self, logits: Tensor, targets: Tensor) -> Tensor | None:
         """c_i, (m,), not normalised; None means that all are one."""
         return None

@@ -77,6 +77,10 @@ class FunctionCriterion(Criterion):
         self._check_batch_mean(logits.detach(), targets, singles)
         self._check_class_weights(row, target)
 
+    def check_targets(self, logits: Tensor, targets: Tensor) -> None:
+        """Shapes, dtypes and devices alone: the function itself speaks up where it is called."""
+        check_logits(logits, targets)
+
     def _all_losses(self, logits: Tensor, targets: Tensor) -> Tensor:
         """ξ_i of all examples: bad labels, and values that are no number, are found here."""
         try:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 from curvlab.linalg.eigen import eigvalsh
 from curvlab.linalg.factors import Factor, InputFactors, frobenius_norm, inner_product
 from curvlab.linalg.precision import FullPrecision
+from curvlab.linalg.stacks import are_stackable, stack_factors
 from curvlab.linalg.views import MatrixView
 
 __all__ = [
@@ -228,7 +230,7 @@ class KroneckerBlock(Block):
         return self.output.nbytes + self.input.nbytes
 
     def matmul(self, x: Tensor) -> Tensor:
-        return self.input.matmul(self.output.matmul(x).T).T
+        return self.input.matmul(self.output.matmul(x).mT).mT
 
     def trace(self) -> Tensor:
         return self.output.trace() * self.input.trace()
@@ -261,6 +263,19 @@ class ViewedBlock(Block):
     view: MatrixView
     products: tuple[KroneckerBlock, ...]
 
+    @cached_property
+    def stackable(self) -> bool:
+        """Whether there are several products of small factors: `stack` then has all of them."""
+        return are_stackable([product.output for product in self.products]) and are_stackable(
+            [product.source for product in self.products]
+        )
+
+    @cached_property
+    def stack(self) -> KroneckerBlock:
+        """All products as one on stacks of matrices, B (G, o, o) and A (G, n, n)."""
+        outputs = stack_factors([product.output for product in self.products])
+        return KroneckerBlock(outputs, stack_factors([product.input for product in self.products]))
+
     @property
     def shape(self) -> tuple[int, ...]:
         return self.view.shape
@@ -281,10 +296,14 @@ class ViewedBlock(Block):
 
     def matmul(self, x: Tensor) -> Tensor:
         matrices = self.view.matrices(x)
+        if self.stackable:
+            return self.view.parameter(self.stack.matmul(matrices))
         images = [product.matmul(matrix) for product, matrix in zip(self.products, matrices, strict=True)]
         return self.view.parameter(torch.stack(images))
 
     def trace(self) -> Tensor:
+        if self.stackable:
+            return self.stack.trace().sum()
         return torch.stack([product.trace() for product in self.products]).sum()
 
     def diagonal(self) -> Tensor:
@@ -374,17 +393,10 @@ class SumBlock(Block):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ShiftedBlock(Block):
-    """C + λI.
+class BlockOfBlock(Block):
+    """A function of one other block, which has its shape and its storage."""
 
-    >>> from curvlab.linalg import DenseFactor
-    >>> ShiftedBlock(FactorBlock(DenseFactor(torch.eye(2))), 0.5).diagonal().tolist()
-    [1.5, 1.5]
-    """
-
-    kind: ClassVar[str] = "shifted"
     block: Block
-    shift: float
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -395,12 +407,25 @@ class ShiftedBlock(Block):
         return self.block.example
 
     @property
-    def form(self) -> str:
-        return f"{self.block.form} + {self.shift:g} I"
-
-    @property
     def nbytes(self) -> int:
         return self.block.nbytes
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ShiftedBlock(BlockOfBlock):
+    """C + λI.
+
+    >>> from curvlab.linalg import DenseFactor
+    >>> ShiftedBlock(FactorBlock(DenseFactor(torch.eye(2))), 0.5).diagonal().tolist()
+    [1.5, 1.5]
+    """
+
+    kind: ClassVar[str] = "shifted"
+    shift: float
+
+    @property
+    def form(self) -> str:
+        return f"{self.block.form} + {self.shift:g} I"
 
     def matmul(self, x: Tensor) -> Tensor:
         return self.block.matmul(x) + self.shift * x
@@ -427,7 +452,7 @@ class ShiftedBlock(Block):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ScaledBlock(Block):
+class ScaledBlock(BlockOfBlock):
     """c C.
 
     >>> from curvlab.linalg import DenseFactor
@@ -436,24 +461,11 @@ class ScaledBlock(Block):
     """
 
     kind: ClassVar[str] = "scaled"
-    block: Block
     factor: float
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.block.shape
-
-    @property
-    def example(self) -> Tensor:
-        return self.block.example
 
     @property
     def form(self) -> str:
         return f"{self.factor:g} × {self.block.form}"
-
-    @property
-    def nbytes(self) -> int:
-        return self.block.nbytes
 
     def matmul(self, x: Tensor) -> Tensor:
         return self.factor * self.block.matmul(x)

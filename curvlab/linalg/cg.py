@@ -24,7 +24,14 @@ from torch import Tensor
 
 from curvlab.linalg.factors import max_abs, nonzero_or_one
 
-__all__ = ["CGResult", "FunctionOperator", "Outcome", "SymmetricOperator", "conjugate_gradients"]
+__all__ = [
+    "CGResult",
+    "FunctionOperator",
+    "Outcome",
+    "StackOperator",
+    "SymmetricOperator",
+    "conjugate_gradients",
+]
 
 
 class Outcome(IntEnum):
@@ -68,6 +75,29 @@ class FunctionOperator(SymmetricOperator):
 
     def matmul(self, x: Tensor) -> Tensor:
         return self.product(x)
+
+
+class StackOperator(SymmetricOperator):
+    """One system for each entry of the first dimension, whose vectors are the rest of a tensor of three.
+
+    `product` is given as a function where a subclass has none of its own.
+    """
+
+    def __init__(self, product: Callable[[Tensor], Tensor] | None = None) -> None:
+        self.product = product
+
+    def matmul(self, x: Tensor) -> Tensor:
+        assert self.product is not None
+        return self.product(x)
+
+    def dot(self, x: Tensor, y: Tensor) -> Tensor:
+        return (x * y).sum((1, 2), keepdim=True)
+
+    def max_abs(self, x: Tensor) -> Tensor:
+        return x.abs().amax((1, 2), keepdim=True)
+
+    def spread(self, scalars: Tensor) -> Tensor:
+        return scalars
 
 
 @dataclass(frozen=True, eq=False)

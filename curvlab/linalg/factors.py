@@ -209,6 +209,11 @@ class Factor(FullPrecision, ABC):
     def rank_bound(self) -> int:
         """The rank cannot exceed this."""
 
+    @property
+    def count(self) -> int:
+        """How many matrices it stands for: one, but for a stack."""
+        return 1
+
     @abstractmethod
     def matmul(self, x: Tensor) -> Tensor:
         """F x for x of n rows."""
@@ -271,7 +276,15 @@ class Factor(FullPrecision, ABC):
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
         """The same factor with `function`, a conversion or a copy, applied to each of its tensors."""
         tensors: dict[str, Any] = {name: function(value) for name, value in self.tensors().items()}
-        return replace(self, **tensors, _memo={})
+        return replace(self, **tensors, **self._nothing_computed())
+
+    def _nothing_computed(self) -> dict[str, Any]:
+        """The fields that hold what was computed from the others, empty."""
+        return {"_memo": {}}
+
+    def unfactorised(self) -> Self:
+        """The same factor with nothing remembered: what solvers then factorise is freed with this one."""
+        return replace(self, _memo={})
 
     def formed(self) -> Factor:
         """The same factor made of tensors that a file can hold: itself, unless its rows are not formed."""
@@ -283,7 +296,7 @@ class Factor(FullPrecision, ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         """What copies and pickles hold: the fields, and nothing that was computed from them."""
-        return {f.name: getattr(self, f.name) for f in fields(self)} | {"_memo": {}}
+        return {f.name: getattr(self, f.name) for f in fields(self)} | self._nothing_computed()
 
     def __repr__(self) -> str:
         dtype = str(self.example.dtype).removeprefix("torch.")
@@ -365,6 +378,10 @@ class GramFactor(Factor):
     rows: Tensor
     root: Tensor
     rows_id: str = field(default_factory=lambda: uuid4().hex, repr=False, kw_only=True)
+    _of_rows: dict[str, Tensor] = field(default_factory=dict, repr=False, kw_only=True)
+
+    def _nothing_computed(self) -> dict[str, Any]:
+        return super()._nothing_computed() | {"_of_rows": {}}
 
     def shares_rows_with(self, other: Factor) -> bool:
         return isinstance(other, GramFactor) and self.rows_id == other.rows_id
@@ -380,17 +397,23 @@ class GramFactor(Factor):
     @cached_property
     def mean(self) -> Tensor:
         """Σ c_i h_i: the weighted mean of the rows where the weights sum to one."""
-        return self.root.square() @ self.rows
+        return self._once("mean", lambda: self.root.square() @ self.rows)
 
     @cached_property
     def centred_gram(self) -> Tensor:
         """√c_i √c_j (h_i - h̄)·(h_j - h̄), with h̄ the weighted mean."""
-        return self._scale(gram(self.rows, self.mean))
+        return self._once("centred", lambda: self._scale(gram(self.rows, self.mean)))
 
     @cached_property
     def gram(self) -> Tensor:
         """K = √c_i √c_j h_i·h_j."""
-        return self._scale(gram(self.rows))
+        return self._once("gram", lambda: self._scale(gram(self.rows)))
+
+    def _once(self, name: str, make: Callable[[], Tensor]) -> Tensor:
+        """A product of the rows alone, made once for all factors that share them: gradient and curvatures."""
+        if name not in self._of_rows:
+            self._of_rows[name] = make()
+        return self._of_rows[name]
 
     def _scale(self, matrix: Tensor) -> Tensor:
         return matrix.mul_(self.root[:, None]).mul_(self.root)
@@ -417,7 +440,7 @@ class GramFactor(Factor):
         return self.remember("trace", self._trace)
 
     def _trace(self) -> Tensor:
-        if "gram" in self.__dict__:
+        if "gram" in self._of_rows:
             return self.gram.trace()
         return self.root.square() @ row_square_norms(self.rows)
 
@@ -583,7 +606,7 @@ class InputFactors(FullPrecision):
     @property
     def size(self) -> int:
         """n, the number of inputs."""
-        return self.full.size if self.given_mean is None else len(self.given_mean)
+        return self.full.size if self.given_mean is None else self.given_mean.shape[-1]
 
     @property
     def mean(self) -> Tensor:
@@ -593,6 +616,10 @@ class InputFactors(FullPrecision):
         if isinstance(self.full, GramFactor):
             return self.full.mean
         raise ValueError(f"{self.full} does not hold the rows whose mean E[h] is: give the mean beside it")
+
+    def unfactorised(self) -> InputFactors:
+        """The same with nothing remembered by a factor that is there already."""
+        return replace(self, source=self.full.unfactorised()) if self.formed else self
 
     def __getstate__(self) -> dict[str, Any]:
         """What copies and pickles hold: the formed factor and the mean."""

@@ -56,16 +56,19 @@ class NotFiniteError(ArithmeticError):
 def cholesky_shifted(matrix: Tensor, shift: Tensor | float, check: bool = True) -> Tensor:
     """The lower Cholesky factor of F + τI; a failure is retried once in float64, then raised.
 
+    Of a stack (G, n, n), with τ a number or (G, 1, 1), those of all its matrices.
+
     >>> cholesky_shifted(torch.tensor([[3.0]]), 1.0).item()
     2.0
     """
-    n = len(matrix)
+    n = matrix.shape[-1]
     bordered = _copy_with_border(matrix)
-    shifted = bordered[:n, :n]
-    shifted.diagonal().add_(shift)
+    shifted = bordered[..., :n, :n]
+    stacked = isinstance(shift, Tensor) and shift.ndim > 0
+    shifted.diagonal(dim1=-2, dim2=-1).add_(shift[..., 0] if stacked else shift)  # type: ignore[index]
     factor, info = torch.linalg.cholesky_ex(bordered)
-    if not check or int(info) == 0:
-        return factor[:n, :n]
+    if not check or not bool(info.any()):
+        return factor[..., :n, :n]
     if not bool(torch.isfinite(shifted).all()):
         raise NotFiniteError("the matrix to be factorised holds NaN or infinity")
     # The shift is added again: in float32 it may have been lost in the diagonal.
@@ -73,8 +76,8 @@ def cholesky_shifted(matrix: Tensor, shift: Tensor | float, check: bool = True) 
     wide = matrix.cpu().double()
     wide = wide + torch.as_tensor(shift).to(wide) * torch.eye(n, dtype=wide.dtype, device="cpu")
     factor, info = torch.linalg.cholesky_ex(wide)
-    if int(info) != 0:
-        raise NotPositiveDefiniteError(float(eigvalsh(wide)[0]))
+    if bool(info.any()):
+        raise NotPositiveDefiniteError(float(eigvalsh(wide).amin()))
     return factor.to(matrix)
 
 
@@ -85,7 +88,7 @@ def _copy_with_border(matrix: Tensor) -> Tensor:
     factorisation then takes half as long again. The border moves them apart and changes no entry of L.
     """
     n = len(matrix)
-    if matrix.device.type != "cpu" or n * matrix.element_size() % PAGE_BYTES:
+    if matrix.ndim > 2 or matrix.device.type != "cpu" or n * matrix.element_size() % PAGE_BYTES:
         return matrix.clone()
     bordered = matrix.new_zeros(n + BORDER, n + BORDER)
     bordered.diagonal()[n:] = 1
@@ -99,7 +102,7 @@ def cholesky_multiply(lower: Tensor, x: Tensor) -> Tensor:
     >>> cholesky_multiply(torch.tensor([[2.0]]), torch.tensor([[8.0, 4.0]])).tolist()
     [[2.0, 1.0]]
     """
-    if x.shape[1] < x.shape[0]:
+    if x.shape[-1] < x.shape[-2]:
         return torch.cholesky_solve(x, lower)
     return torch.cholesky_inverse(lower) @ x
 

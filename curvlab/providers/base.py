@@ -65,6 +65,18 @@ class Context:
     problem: Problem
     means: Mapping[Statistic, Values]
 
+    def unfactorised(self) -> Context:
+        """The same, of whose factors nobody has remembered anything.
+
+        A batch's own factors live as long as its recording: what solvers factorise of them for a curvature is
+        to be freed with that curvature.
+        """
+        means = {
+            statistic: tuple(v if isinstance(v, Tensor) else v.unfactorised() for v in values)
+            for statistic, values in self.means.items()
+        }
+        return replace(self, means=means)
+
     @property
     def network(self) -> Network:
         """The analysed model."""

@@ -98,6 +98,7 @@ class Chosen:
 
     def curvatures(self, context: Context, versions: Versions) -> list[Curvature]:
         """What the providers make of the statistics, dated as of `versions`."""
+        context = context.unfactorised()
         made = [provider.curvature(context, name) for name, provider in self.named]
         problem = context.problem
         said = problem.notes

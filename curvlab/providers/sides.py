@@ -93,16 +93,18 @@ def diagonal_beyond(factor: GramFactor, limit: int) -> Factor:
 
 @dataclass
 class FactorSum:
-    """Σ_r rows_rᵀ diag(c_r) rows_r of one side, in the form that is smallest.
+    """Σ_r rows_rᵀ diag(c_r) rows_r of one side, or of each of several `parts`, in the form that is smallest.
 
     `expected` is how many rows will be added in all; `plain` where the side is a whole parameter, which is
-    diagonal as soon as it is wider than `limit`.
+    diagonal as soon as it is wider than `limit`. Parts are the groups of a convolution: their rows come
+    together, and are multiplied together.
     """
 
     size: int
     expected: int
     limit: int
     plain: bool = False
+    parts: int = 1
     rows: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     total: Tensor | None = None
 
@@ -117,41 +119,42 @@ class FactorSum:
         return not self.diagonal and self.expected < self.size
 
     def add(self, rows: Tensor, root: Tensor) -> None:
-        """Count rows, (r, n), with the roots of their weights, (r,)."""
+        """Count rows, (r, parts, n), with the roots of their weights, (r,)."""
         if self.keeps_rows:
             self.rows.append((rows, root))
         elif self.diagonal:
-            self._sum(root.square() @ rows.square())
+            self._sum(torch.tensordot(root.square(), rows.square(), 1))
         else:
-            scaled = rows * root[:, None]
-            self._sum(gram(scaled.T))
+            self._sum_products((rows * root[:, None, None]).permute(1, 2, 0))
 
     def add_by_example(self, rows: Tensor, root: Tensor) -> None:
-        """Count rows (m, S, n) with one root per example, (m,); they may lie as (m, n, S) in memory."""
-        examples, positions, size = rows.shape
-        if self.keeps_rows or self.diagonal or rows.stride(2) == 1 or positions == 1:
-            self.add(rows.reshape(-1, size), root.repeat_interleave(positions))
+        """Count rows (m, S, parts, n) with one root per example, (m,); they may lie as (m, parts, n, S)."""
+        examples, positions, parts, size = rows.shape
+        if self.keeps_rows or self.diagonal or positions == 1 or (parts == 1 and rows.stride(3) == 1):
+            self.add(rows.reshape(-1, parts, size), root.repeat_interleave(positions))
             return
-        columns = rows.permute(2, 0, 1).reshape(size, examples, positions)
-        self._sum(gram((columns * root[:, None]).flatten(1)))
+        columns = rows.permute(2, 3, 0, 1).reshape(parts, size, examples, positions)
+        self._sum_products((columns * root[:, None]).flatten(2))
+
+    def _sum_products(self, columns: Tensor) -> None:
+        """Add C Cᵀ of every part, for scaled columns (parts, n, r)."""
+        self._sum(gram(columns[0])[None] if self.parts == 1 else columns @ columns.mT)
 
     def _sum(self, value: Tensor) -> None:
         self.total = value if self.total is None else self.total.add_(value)
 
-    def factor(self, like: Tensor) -> Factor:
-        """The sum so far; zero where nothing was added."""
+    def factors(self, like: Tensor) -> list[Factor]:
+        """The sums so far, one for each part; zero where nothing was added."""
         if self.rows:
             rows, roots = zip(*self.rows, strict=True)
-            return (
-                GramFactor(rows[0], roots[0])
-                if len(rows) == 1
-                else GramFactor(torch.cat(rows), torch.cat(roots))
-            )
-        if self.diagonal:
-            return DiagonalFactor(like.new_zeros(self.size) if self.total is None else self.total)
-        if self.total is None and self.size > self.limit:
-            return DiagonalFactor(like.new_zeros(self.size))
-        return DenseFactor(like.new_zeros(self.size, self.size) if self.total is None else self.total)
+            whole, root = (rows[0], roots[0]) if len(rows) == 1 else (torch.cat(rows), torch.cat(roots))
+            return [GramFactor(part, root) for part in whole.unbind(1)]
+        if self.diagonal or (self.total is None and self.size > self.limit):
+            zero = like.new_zeros(self.parts, self.size)
+            return [DiagonalFactor(one) for one in (zero if self.total is None else self.total).unbind()]
+        if self.total is None:
+            return [DenseFactor(one) for one in like.new_zeros(self.parts, self.size, self.size).unbind()]
+        return [DenseFactor(one) for one in self.total.unbind()]
 
 
 @dataclass(frozen=True, eq=False)
@@ -250,8 +253,8 @@ def _input_sides_of(
         return
     means = torch.stack([u.mean_input(w) for u, w in zip(uses, weights, strict=True)]).sum(0)
     side = _InputSide(recording, uses, weights, sides, place, size)
-    for part in range(role.groups):
-        yield InputFactors(partial(side.factor, part), means[part])
+    for part, mean in enumerate(means.unbind()):
+        yield InputFactors(partial(side.factor, part), mean)
 
 
 @dataclass(frozen=True, eq=False)
@@ -291,13 +294,13 @@ class _InputSide:
         pairs = list(zip(self.uses, self.weights, strict=True))
         if self.size > limit and rows > limit:
             squares = [replace(use, inputs=use.inputs.square()).mean_input(w) for use, w in pairs]
-            return [DiagonalFactor(diagonal) for diagonal in torch.stack(squares).sum(0)]
+            return [DiagonalFactor(diagonal) for diagonal in torch.stack(squares).sum(0).unbind()]
         if rows < self.size:
             whole = torch.cat([use.input_rows().flatten(0, 1) for use in self.uses])
             root = torch.cat([w.sqrt().flatten() for w in self.weights])
-            return [GramFactor(whole[:, part], root) for part in range(whole.shape[1])]
+            return [GramFactor(part, root) for part in whole.unbind(1)]
         moments = [use.input_second_moment(w) for use, w in pairs]
-        return [DenseFactor(matrix) for matrix in torch.stack(moments).sum(0)]
+        return [DenseFactor(matrix) for matrix in _total(moments).unbind()]
 
     def _reduced(self) -> Sequence[Factor]:
         share = self.recording.row_weights
@@ -305,7 +308,7 @@ class _InputSide:
         inner = [w / torch.where(share > 0, share, 1)[:, None] for w in self.weights]
         means = [use.example_mean_inputs(w) for use, w in zip(self.uses, inner, strict=True)]
         whole = torch.stack(means).sum(0)
-        return [GramFactor(whole[:, part], self.recording.sqrt_row_weights) for part in range(whole.shape[1])]
+        return [GramFactor(part, self.recording.sqrt_row_weights) for part in whole.unbind(1)]
 
     def _sampled(self, drawn: int) -> Sequence[Factor]:
         index = draw_positions(self.recording, self.sides.seed, self.place, self.positions, drawn)
@@ -317,7 +320,12 @@ class _InputSide:
             first += use.positions
         whole, weight = torch.stack(rows).sum(0).flatten(0, 1), torch.stack(weights).sum(0)
         root = (weight * (self.positions / drawn)).sqrt().flatten()
-        return [GramFactor(whole[:, part], root) for part in range(whole.shape[1])]
+        return [GramFactor(part, root) for part in whole.unbind(1)]
+
+
+def _total(tensors: Sequence[Tensor]) -> Tensor:
+    """Their sum; of a single one itself, which may be as large as all factors together."""
+    return tensors[0] if len(tensors) == 1 else torch.stack(tuple(tensors)).sum(0)
 
 
 def _inside(index: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
@@ -355,8 +363,8 @@ class OutputSums:
             parts, outputs, _ = role.matrix_view(shape).matrix_shape
             total = max((one.total for one in self._placed_in(layer, number)), default=1)
             rows = 1 if self._reduces(role) else self.sides.sampled(total) or total
-            for _ in range(parts):
-                yield FactorSum(outputs, passes * examples * rows, limit)
+            for _ in role.slices:
+                yield FactorSum(outputs, passes * examples * rows, limit, parts=role.groups)
         if layer.kind == "shared":
             yield FactorSum(parts * outputs, passes * examples, limit)
 
@@ -376,7 +384,7 @@ class OutputSums:
 
         def hear(layer: Layer, seen: SeenUse, gradient: Tensor) -> None:
             if layer.kind == "linear":
-                self.sums[layer][0].add(gradient, root)
+                self.sums[layer][0].add(gradient[:, None], root)
                 return
             self._add_rows(layer, self._placed[seen], gradient, root, sums)
 
@@ -384,7 +392,7 @@ class OutputSums:
         for layer in recording.layout:
             if layer.kind == "plain" and layer.bias_name is not None:
                 rows = plain[layer.bias_name]
-                self.sums[layer][0].add(rows.reshape(len(rows), -1), root)
+                self.sums[layer][0].add(rows.reshape(len(rows), 1, -1), root)
         for (layer, number), total in sums.items():
             self._add_sums(layer, number, total, root)
 
@@ -408,33 +416,35 @@ class OutputSums:
             return
         drawn = self.sides.sampled(placed.total)
         if drawn is not None:
-            place = self.recording.layout.index(layer)
-            index = draw_positions(self.recording, self.sides.seed, place, placed.total, drawn)
+            index = draw_positions(
+                self.recording, self.sides.seed, self.recording.layout.index(layer), placed.total, drawn
+            )
             inside, here = _inside(index, placed.first, rows.shape[1])
             rows = rows.take_along_dim(inside[..., None, None], 1) * here[..., None, None]
             root = root * (placed.total / drawn) ** 0.5
-        for index_of_part in range(role.groups):
-            side = self.sums[layer][self._base(layer, number) + placed.part + index_of_part]
-            side.add_by_example(rows[:, :, index_of_part], root)
+        place = self._base(layer, number) + placed.part // role.groups
+        self.sums[layer][place].add_by_example(rows, root)
 
     def _base(self, layer: Layer, number: int) -> int:
-        """Where the parts of a role begin among the sums of its layer."""
-        return sum(len(role.parts) for role in layer.roles[:number])
+        """Where the sums of a role begin among those of its layer: one for each of its slices."""
+        return sum(len(role.slices) for role in layer.roles[:number])
 
     def _add_sums(self, layer: Layer, number: int, total: Tensor, root: Tensor) -> None:
         """Count the rows ḡ_i of one role."""
         role, base = layer.roles[number], self._base(layer, number)
         if self._reduces(role):
-            outputs = total.shape[1] // len(role.parts)
-            for index in range(len(role.parts)):
-                self.sums[layer][base + index].add(total[:, index * outputs : (index + 1) * outputs], root)
+            each = total.unflatten(1, (len(role.slices), role.groups, -1))
+            for index, rows in enumerate(each.unbind(1)):
+                self.sums[layer][base + index].add(rows, root)
         if layer.kind == "shared":
-            self.sums[layer][-1].add(total, root)
+            self.sums[layer][-1].add(total[:, None], root)
 
     def factors(self) -> tuple[Factor, ...]:
         """All factors, layer by layer."""
         example = self.recording.network.example.detach()
-        return tuple(one.factor(example) for found in self.sums.values() for one in found)
+        return tuple(
+            factor for found in self.sums.values() for one in found for factor in one.factors(example)
+        )
 
 
 class DiagonalSums:

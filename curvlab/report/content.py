@@ -6,7 +6,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -37,10 +37,12 @@ from curvlab.report.tables import (
     point_table,
     scene_table,
     spectrum_table,
+    tuning_table,
 )
 from curvlab.report.theme import Look, Theme
 from curvlab.report.training import runs, settings_words
 from curvlab.studies.compare.decisions import Decision
+from curvlab.studies.compare.timing import disturbance_words
 from curvlab.studies.schema import extra_settings
 
 if TYPE_CHECKING:
@@ -62,6 +64,9 @@ FACTS = (
     "device",
     "dtype",
 )
+BETTER = {"train_loss": "lowest training loss", "test_loss": "lowest test loss"} | {
+    "test_accuracy": "highest test accuracy"
+}
 FRONT = (
     "Nothing measured is both cheaper and better than the dashed line; named are those on it that are cheaper"
     " than the next better one beyond the noise. Whiskers: interquartile range of the time."
@@ -156,13 +161,16 @@ def content_of(comparison: Comparison) -> Content:
 
 
 def answer_of(comparison: Comparison) -> Recommendation:
-    """What the comparison says to use, at its deciding point."""
-    return recommend(
+    """What the comparison says to use, at its deciding point, and whether its times are trusted."""
+    found = recommend(
         comparison.cells,
         comparison.at_point("errors"),
         comparison.convergence,
         evidence=evidence_of(comparison),
     )
+    doubt = disturbance_words(comparison.repetitions)
+    *paragraphs, small_print = found.paragraphs or ("",)
+    return replace(found, paragraphs=(*paragraphs, doubt, small_print)) if doubt else found
 
 
 def _facts(config: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
@@ -269,13 +277,25 @@ def _dampings(comparison: Comparison) -> Section | None:
     return Section(
         "damping",
         "Damping",
-        " ".join(damping_words(evidence.damping)),
+        " ".join([*damping_words(evidence.damping), *_spectrum_words(comparison)]),
         drawings,
         folded=(
             spectrum_table(comparison.at_point("spectra")),
             scene_table(comparison.scenes),
         ),
     )
+
+
+def _spectrum_words(comparison: Comparison) -> list[str]:
+    """The largest and the median eigenvalues of the layers, over all of them, by provider."""
+    spectra = comparison.at_point("spectra")
+    if spectra.empty:
+        return []
+    named = []
+    for provider, own in spectra.groupby("provider", sort=False):
+        largest, middle = float(own["largest"].max()), float(own["median"].median())
+        named.append(f"{provider} {digits(largest)} and {digits(middle)}")
+    return [f"The largest eigenvalue of a layer's curvature, and the median one: {'; '.join(named)}."]
 
 
 def _damping_drawing(frame: pd.DataFrame, measure: str, look: Look) -> Axes:
@@ -309,14 +329,31 @@ def _points(comparison: Comparison) -> Section | None:
         Drawing(
             f"points-{measure.replace('_', '-')}",
             "Medians over the draws.",
-            functools.partial(_point_drawing, points, measure),
+            functools.partial(_point_drawing, points[points["provider"] != "newton"], measure),
             half=True,
             question=question,
+            answer=_change_words(points, measure),
         )
         for measure, question in measures
         if points[measure].notna().any()
     )
     return Section("points", "On the way of training", "", drawings, folded=(point_table(points),))
+
+
+def _change_words(points: pd.DataFrame, measure: str) -> str:
+    """The best at the first point and at the last; of a provider where the solver does not count."""
+    pairs = points[(points["solver"] != "") & points[measure].notna()]
+    ends = [pairs[pairs["point"] == point] for point in (points["point"].iloc[0], points["point"].iloc[-1])]
+    if any(end.empty for end in ends):
+        return ""
+    told = []
+    for end in ends:
+        values = end[measure].to_numpy(float)
+        row = end.iloc[int(values.argmax() if measure == "decrease" else values.argmin())]
+        of_provider = measure in ("weight_relative", "error_relative")
+        name = row["provider"] if of_provider else f"{row['provider']} + {row['solver']}"
+        told.append(f"at {row['point']} {name}, {percent(float(row[measure]))}")
+    return f"{'Most' if measure == 'decrease' else 'Closest'}: {told[0]}; {told[1]}."
 
 
 def _point_drawing(points: pd.DataFrame, measure: str, look: Look) -> Axes:
@@ -433,7 +470,7 @@ def _training(comparison: Comparison) -> Section | None:
 
     race = "seed" in convergence and convergence["seed"].nunique() > 1
     frames = {"epoch": convergence, "seconds": convergence, "cpu_seconds": comparison.by_time}
-    budgets = {"epoch": "epoch", "seconds": "wall clock", "cpu_seconds": "processor time"}
+    budgets = {"epoch": "epochs", "seconds": "wall clock", "cpu_seconds": "processor time"}
     each = "the median of the seeds, and from the lowest to the highest of them" if race else "one run each"
 
     def drawing(measure: str, title: str, against: str) -> Drawing:
@@ -442,12 +479,31 @@ def _training(comparison: Comparison) -> Section | None:
             f"{title} by {budgets[against]}: {each}.",
             lambda look: convergence_curves(frames[against], look=look, against=against, measure=measure),
             half=True,
+            question=f"Which has the {BETTER[measure]} for equal {budgets[against]}?",
+            answer=_ahead_words(frames[against], measure),
         )
 
     axes = ("epoch", "cpu_seconds") if race and not comparison.by_time.empty else ("epoch", "seconds")
     drawings = tuple(drawing(*measure, against) for measure in measures for against in axes)
     text = " ".join(settings_words(runs(convergence)))
-    return Section("training", "Convergence", text, drawings, (convergence_table(convergence),))
+    tried = (tuning_table(comparison.tuning),) if len(comparison.tuning) else ()
+    return Section("training", "Convergence", text, drawings, (convergence_table(convergence),), tried)
+
+
+def _ahead_words(frame: pd.DataFrame, measure: str) -> str:
+    """The two that are ahead where the curves end, by the median over their seeds."""
+    known = frame[frame[measure].notna() & (frame["status"] == "ok")]
+    if known.empty:
+        return ""
+    runs_of = [name for name in ("optimizer", "seed") if name in known]  # an earlier release had one seed
+    last = known.sort_values("epoch", kind="stable").groupby(runs_of, sort=False).tail(1)
+    ends = last.groupby("optimizer", sort=False)[measure].median().sort_values(kind="stable")
+    highest = measure == "test_accuracy"
+    ends = ends[::-1] if highest else ends
+    first, second = ends.index[0], ends.index[1] if len(ends) > 1 else None
+    words = percent if highest else digits
+    beside = f", before {second}, {words(float(ends.iloc[1]))}" if second is not None else ""
+    return f"{first}, {words(float(ends.iloc[0]))}{beside}."
 
 
 def _residuals(comparison: Comparison) -> Section | None:
@@ -459,8 +515,23 @@ def _residuals(comparison: Comparison) -> Section | None:
         "it carries along, which goes on falling where the true one has come to the rounding of the dtype. "
         "Systems differ between solvers; the table has the true residual in one common system."
     )
-    drawing = Drawing("residuals", caption, lambda look: residual_curves(traces, look=look))
+    drawing = Drawing(
+        "residuals",
+        caption,
+        lambda look: residual_curves(traces, look=look),
+        question="How fast do the iterative solvers converge?",
+        answer=_iterations_words(traces),
+    )
     return Section("residuals", "Residual by iteration", drawings=(drawing,))
+
+
+def _iterations_words(traces: pd.DataFrame) -> str:
+    """The pairs with the fewest and the most iterations until their last block was done."""
+    counts = traces.groupby(["provider", "solver"], sort=False)["iteration"].max().sort_values(kind="stable")
+    if counts.empty:
+        return ""
+    told = [f"{' + '.join(counts.index[place])} ({int(counts.iloc[place])})" for place in (0, -1)]
+    return f"Iterations: the fewest {told[0]}, the most {told[1]}."
 
 
 def _all_pairs(comparison: Comparison) -> Section:
@@ -471,7 +542,8 @@ def _all_pairs(comparison: Comparison) -> Section:
 
 
 def _warnings(comparison: Comparison) -> Section | None:
-    notes = tuple(str(warning) for warning in comparison.warnings)
+    said = disturbance_words(comparison.repetitions)  # beside the answer
+    notes = tuple(str(warning) for warning in comparison.warnings if warning != said)
     return Section("warnings", "Warnings", notes=notes) if notes else None
 
 

@@ -6,9 +6,11 @@ A learning rate is tuned for whatever one trains with, so steps are compared at 
     loss    decrease of the batch's loss at the best step size                           larger is better
     other   decrease of another batch's loss at that step size, where there is one       not to be worse
 
-A pair beats the gradient where it is better by more than 5 % in the median, and better in nine of ten draws,
-in every one of the first two that is known, and its median on the other batch is no worse. Less is said to be
-no difference: with so few draws, and at one α, no more can be claimed.
+A pair beats the gradient where, in every one of the first two that is known, it is better by more than 5 % in
+the median and by more than the noise of the draws, all pairs judged together (`decisions.below_control`: of
+equal methods one is said to beat the gradient in at most 5 of 100 comparisons), and its median on the other
+batch is no worse. With fewer than three draws it has to be better by a quarter in each. Less is said to be no
+difference: with so few draws, and at one α, no more can be claimed.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import pandas as pd
 from curvlab.report.numbers import digits, percent
 from curvlab.report.pareto import Candidate
 from curvlab.report.words import join_names
-from curvlab.studies.compare.decisions import Decision
+from curvlab.studies.compare.decisions import Decision, below_control
 from curvlab.studies.compare.points import Point
 from curvlab.studies.compare.timing import decide_times
 
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Against",
+    "Beside",
     "Damping",
     "Evidence",
     "against_gradient",
@@ -45,38 +48,51 @@ __all__ = [
 Pair = tuple[str, str]
 
 MATERIAL = 0.05
-SHARE = 0.9
 CLOSE = 0.01  # an angle below this counts as this, as for pairs among themselves
+FALLS = 1e-4  # a decrease of the loss below this counts as this, a rise too
+
+
+@dataclass(frozen=True)
+class Beside:
+    """One quantity of a pair beside the gradient's: medians over the draws, NaN where it is unknown.
+
+    `share` is that of the draws in which the pair is better, and `told` whether it is beyond the noise.
+    """
+
+    pair: float = math.nan
+    gradient: float = math.nan
+    share: float = math.nan
+    told: bool = False
+
+    @property
+    def known(self) -> bool:
+        """Whether it was measured."""
+        return not math.isnan(self.pair)
 
 
 @dataclass(frozen=True)
 class Against:
-    """A pair beside the gradient step: medians of both, and the share of draws in which the pair is better.
+    """A pair beside the gradient step, by what the module says."""
 
-    `angle`, `loss` and `other` are (pair, gradient, share); NaN where unknown.
-    """
-
-    angle: tuple[float, float, float]
-    loss: tuple[float, float, float]
-    other: tuple[float, float, float]
+    angle: Beside
+    loss: Beside
+    other: Beside
     draws: int
 
     @property
     def known(self) -> bool:
         """Whether there is anything to compare by."""
-        return not (math.isnan(self.angle[0]) and math.isnan(self.loss[0]))
+        return self.angle.known or self.loss.known
 
     @property
     def beats(self) -> bool:
         """Whether the pair is better than the gradient beyond the noise, in all that is known."""
-        closer = math.isnan(self.angle[0]) or (
-            max(self.angle[0], CLOSE) < (1 - MATERIAL) * max(self.angle[1], CLOSE) and self.angle[2] >= SHARE
-        )
-        lower = math.isnan(self.loss[0]) or (
-            self.loss[0] > 0 and self.loss[0] > (1 + MATERIAL) * self.loss[1] and self.loss[2] >= SHARE
-        )
-        elsewhere = math.isnan(self.other[0]) or self.other[0] >= self.other[1]
-        return self.known and closer and lower and elsewhere
+        angle, loss = self.angle, self.loss
+        nearer = max(angle.pair, CLOSE) < (1 - MATERIAL) * max(angle.gradient, CLOSE)
+        lower = loss.pair > 0 and loss.pair > (1 + MATERIAL) * loss.gradient
+        elsewhere = not self.other.known or self.other.pair >= self.other.gradient
+        closer = not angle.known or (angle.told and nearer)
+        return self.known and closer and (not loss.known or (loss.told and lower)) and elsewhere
 
 
 def against_gradient(draws: pd.DataFrame | None, point: str) -> dict[Pair, Against]:
@@ -95,27 +111,44 @@ def against_gradient(draws: pd.DataFrame | None, point: str) -> dict[Pair, Again
     if gradient.empty:
         return {}
     controls = gradient.add_suffix("_control")
-    found = {}
-    for pair, group in here[here["solver"] != ""].groupby(["provider", "solver"], sort=False):
-        own = group.set_index(scenes).sort_index()
-        joined = own.join(controls, how="inner")
-        found[str(pair[0]), str(pair[1])] = Against(
-            _beside(joined, "sine", smaller=True),
-            _beside(joined, "decrease", smaller=False),
-            _beside(joined, "decrease_other", smaller=False),
-            len(joined),
+    joined = {
+        f"{provider} + {solver}": group.set_index(scenes).sort_index().join(controls, how="inner")
+        for (provider, solver), group in here[here["solver"] != ""].groupby(
+            ["provider", "solver"], sort=False
         )
-    return found
+    }
+    angles = _all_beside(joined, "sine", CLOSE, smaller=True)
+    losses = _all_beside(joined, "decrease", FALLS, smaller=False)
+    others = _all_beside(joined, "decrease_other", FALLS, smaller=False)
+    return {
+        (str(frame["provider"].iloc[0]), str(frame["solver"].iloc[0])): Against(
+            angles[name], losses[name], others[name], len(frame)
+        )
+        for name, frame in joined.items()
+        if len(frame)
+    }
 
 
-def _beside(joined: pd.DataFrame, name: str, *, smaller: bool) -> tuple[float, float, float]:
-    both = joined[[name, f"{name}_control"]].to_numpy(float)
-    both = both[np.isfinite(both).all(axis=1)]
-    if not len(both):
-        return math.nan, math.nan, math.nan
-    own, control = both[:, 0], both[:, 1]
-    better = own < control if smaller else own > control
-    return float(np.median(own)), float(np.median(control)), float(better.mean())
+def _all_beside(
+    joined: Mapping[str, pd.DataFrame], name: str, floor: float, *, smaller: bool
+) -> dict[str, Beside]:
+    """One quantity of all pairs beside the control's; what is below the floor counts as the floor."""
+    both = {pair: frame[[name, f"{name}_control"]].to_numpy(float) for pair, frame in joined.items()}
+    both = {pair: values[np.isfinite(values).all(axis=1)] for pair, values in both.items()}
+    floored = {pair: np.maximum(values, floor) for pair, values in both.items()}
+    own, control = (0, 1) if smaller else (1, 0)
+    told = below_control({pair: (v[:, own] / v[:, control]).tolist() for pair, v in floored.items()})
+    return {
+        pair: Beside(
+            pair=float(np.median(values[:, 0])),
+            gradient=float(np.median(values[:, 1])),
+            share=float((values[:, own] < values[:, control]).mean()),
+            told=told[pair],
+        )
+        if len(values)
+        else Beside()
+        for pair, values in both.items()
+    }
 
 
 def control_words(pairs: Sequence[Candidate], against: Mapping[Pair, Against]) -> list[str]:
@@ -127,16 +160,18 @@ def control_words(pairs: Sequence[Candidate], against: Mapping[Pair, Against]) -
     first = next(iter(beside.values()))
     words = ["The control is the gradient step at its best scale: it "]
     parts = []
-    if not math.isnan(first.angle[1]):
-        nearest = min(beside, key=lambda pair: beside[pair].angle[0])
-        closest = f"the closest pair, {' + '.join(nearest)}, {percent(beside[nearest].angle[0])}"
-        parts.append(f"is {percent(first.angle[1])} from the exact damped Newton step ({closest})")
-    if not math.isnan(first.loss[1]):
-        most = max(beside, key=lambda pair: beside[pair].loss[0])
-        largest = f"the most by a pair, {' + '.join(most)}: {percent(beside[most].loss[0])}"
-        parts.append(f"lowers the loss of its batch by {percent(first.loss[1])} ({largest})")
-        if not math.isnan(first.other[1]):
-            there = f"{percent(first.other[1])} ({' + '.join(most)}: {percent(beside[most].other[0])})"
+    if not math.isnan(first.angle.gradient):
+        nearest = min(beside, key=lambda pair: beside[pair].angle.pair)
+        closest = f"the closest pair, {' + '.join(nearest)}, {percent(beside[nearest].angle.pair)}"
+        parts.append(f"is {percent(first.angle.gradient)} from the exact damped Newton step ({closest})")
+    if not math.isnan(first.loss.gradient):
+        most = max(beside, key=lambda pair: beside[pair].loss.pair)
+        largest = f"the most by a pair, {' + '.join(most)}: {percent(beside[most].loss.pair)}"
+        parts.append(f"lowers the loss of its batch by {percent(first.loss.gradient)} ({largest})")
+        if not math.isnan(first.other.gradient):
+            there = (
+                f"{percent(first.other.gradient)} ({' + '.join(most)}: {percent(beside[most].other.pair)})"
+            )
             parts.append(f"that of another batch by {there}")
     words.append(join_names(parts) + ".")
     losers = [" + ".join(pair) for pair, one in beside.items() if not one.beats]

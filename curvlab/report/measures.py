@@ -130,9 +130,10 @@ CURVATURE = Measure(
     closer="has a smaller error",
     rule="has the smallest product of the two (errors under 1 % count as 1 %)",
     axis="bias blocks: distance from |H| (%)",
-    definition="Error: ‖B̃ − |B|‖_F / ‖|B|‖_F, how far the provider's bias blocks B̃ are from those of the "
-    "absolute Hessian |H|, which has the absolute eigenvalues of the exact blocks B (the paper's yardstick). "
-    "It is the same for every solver; of `hessian`, whose blocks are exact, it shows negative curvature.",
+    definition="Error: ‖B̃ − |B|‖ / ‖|B|‖ in the Frobenius norm, how far the provider's bias blocks B̃ are "
+    "from those of the absolute Hessian |H|, which has the absolute eigenvalues of the exact blocks B (the "
+    "paper's yardstick). It is the same for every solver; of hessian, whose blocks are exact, it shows "
+    "negative curvature.",
     price=_product,
 )
 MEASURES = {measure.column: measure for measure in (ANGLE, STEP, LOSS, CURVATURE)}

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pandas as pd
 from matplotlib.axes import Axes
 
 from curvlab.report.content import Answer, Content, Drawing, Section
 from curvlab.report.figures.axes import dress, get_axes, log_axis
 from curvlab.report.numbers import digits
-from curvlab.report.tables import Entry, Table, mapping_table
+from curvlab.report.tables import frame_table, mapping_table
 from curvlab.report.theme import Look
 from curvlab.report.write import write_pages
 from curvlab.studies.small.spectra import SpectrumStudy
@@ -89,7 +88,7 @@ def _eigenvalues(study: SpectrumStudy) -> Section:
         "Largest eigenvalues",
         text="Each with its true residual, ‖Cv - λv‖.",
         drawings=(Drawing("eigenvalues", "The largest eigenvalues, in order.", draw),),
-        tables=(_table("Largest eigenvalues", study.top.frame()),),
+        tables=(frame_table("Largest eigenvalues", study.top.frame()),),
         links=(("data", "eigenvalues.csv"),),
     )
 
@@ -108,7 +107,7 @@ def _layers(study: SpectrumStudy) -> Section:
         "layers",
         "Layer sharpness",
         drawings=(Drawing("layers", "The largest eigenvalue of each layer's own block.", draw),),
-        tables=(_table("Layers", frame),),
+        tables=(frame_table("Layers", frame),),
         links=(("data", "layers.csv"),),
     )
 
@@ -117,19 +116,7 @@ def _measures(study: SpectrumStudy) -> Section:
     return Section(
         "measures",
         "Measures of the whole matrix",
-        tables=(_table("Measures", study.measures()),),
+        tables=(frame_table("Measures", study.measures()),),
         folded=(mapping_table("Settings", study.config),),
         links=(("data", "measures.csv"),),
     )
-
-
-def _table(caption: str, frame: pd.DataFrame) -> Table:
-    numeric = tuple(pd.api.types.is_numeric_dtype(frame[name]) for name in frame)
-    rows = tuple(tuple(_entry(value) for value in row) for row in frame.itertuples(index=False, name=None))
-    return Table(caption, tuple(str(name).replace("_", " ") for name in frame), numeric, rows)
-
-
-def _entry(value: object) -> Entry:
-    if isinstance(value, int | float):
-        return Entry(f"{value:,}" if isinstance(value, int) else digits(value, 5), float(value))
-    return Entry(str(value))

@@ -19,6 +19,7 @@ from curvlab.studies.compare.columns import (
     RACE,
     SCENES,
     SPECTRA,
+    TUNING,
     cell_columns,
 )
 from curvlab.studies.schema import Column
@@ -29,6 +30,7 @@ __all__ = [
     "cell_table",
     "convergence_table",
     "error_table",
+    "frame_table",
     "left_out_table",
     "mapping_table",
     "point_table",
@@ -110,6 +112,11 @@ def convergence_table(convergence: pd.DataFrame) -> Table:
     return table_of("Where training ended", ends, RACE if "seeds" in ends else CONVERGENCE)
 
 
+def tuning_table(tuning: pd.DataFrame) -> Table:
+    """Every trial: the grid of each optimizer, what came of it on the validation set, and what was chosen."""
+    return table_of("The tuning: every value that was tried", tuning, TUNING)
+
+
 def left_out_table(cells: pd.DataFrame) -> Table:
     """The pairs that failed or do not exist, with the reason."""
     return table_of("Pairs without a result", cells[cells["status"] != "ok"], LEFT_OUT)
@@ -165,6 +172,25 @@ def _number(column: Column, value: float, spread: float, unit: Unit | None) -> E
         return Entry(number_words(column.kind, value) + around, value)
     behind = "" if math.isnan(spread) else f" ({digits(spread / unit.size, 2)})"
     return Entry(unit(value) + behind, value)
+
+
+def frame_table(caption: str, frame: pd.DataFrame) -> Table:
+    """A frame as it is: numbers to five digits, names of columns in words.
+
+    >>> frame_table("Ends", pd.DataFrame({"largest_value": [0.5]})).rows[0][0].text
+    '0.50000'
+    """
+    numeric = tuple(pd.api.types.is_numeric_dtype(frame[name]) for name in frame)
+    rows = tuple(
+        tuple(_plain_entry(value) for value in row) for row in frame.itertuples(index=False, name=None)
+    )
+    return Table(caption, tuple(str(name).replace("_", " ") for name in frame), numeric, rows)
+
+
+def _plain_entry(value: object) -> Entry:
+    if isinstance(value, int | float):
+        return Entry(f"{value:,}" if isinstance(value, int) else digits(value, 5), float(value))
+    return Entry(str(value))
 
 
 def mapping_table(caption: str, values: Mapping[str, Any]) -> Table:

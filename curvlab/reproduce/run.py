@@ -23,7 +23,7 @@ from curvlab.reproduce.experiment import ENVIRONMENT, Experiment, ExperimentTask
 from curvlab.reproduce.experiments import experiment_named
 from curvlab.reproduce.provenance import Provenance, record_scale
 from curvlab.reproduce.subjects import Options
-from curvlab.studies.executor import Place, place_of, run
+from curvlab.studies.executor import Place, Workers
 from curvlab.studies.run_lock import run_lock
 from curvlab.studies.spreadsheet import csv_text
 from curvlab.studies.store import Store, edited_rows_refused, key_of
@@ -61,16 +61,17 @@ def reproduce(
         folder = all_experiments / experiment.name
         places = Places(work_folder(folder), work_folder(all_experiments) / "runs", fresh)
         store = Store(places.store, fresh=fresh)
-        tasks, place = experiment.tasks(options), place_of(executor)
-        with edited_rows_refused(store):
-            pending = [task for task in tasks if not task.finished(store)]
-        if fresh:
-            _prepare(pending[:1], place)
-        if pending:
-            # In a fresh store the first of these rows sets the old ones aside, before any task has written.
-            record_scale(store, options.scale)
-            _record_environment(store)
-        _carry_out(pending, len(tasks), places, place, follow)
+        tasks = experiment.tasks(options)
+        with Workers(executor) as workers:
+            with edited_rows_refused(store):
+                pending = [task for task in tasks if not task.finished(store)]
+            if fresh:
+                _prepare(pending[:1], workers)
+            if pending:
+                # In a fresh store the first of these rows sets the old ones aside, before any task writes.
+                record_scale(store, options.scale)
+                _record_environment(store)
+            _carry_out(pending, len(tasks), places, workers, follow)
         return write_experiment(experiment, store, options, folder)
 
 
@@ -104,7 +105,7 @@ def command_of(name: str, options: Options) -> str:
 
 
 def _carry_out(
-    pending: Sequence[ExperimentTask], total: int, places: Places, place: Place, on_progress: Progress
+    pending: Sequence[ExperimentTask], total: int, places: Places, workers: Workers, on_progress: Progress
 ) -> None:
     done = total - len(pending)
     on_progress(done, total, "")
@@ -112,16 +113,17 @@ def _carry_out(
     def show(share: float, label: str) -> None:
         on_progress(done + share, total, label)
 
-    for ended in run(partial(_run, places=places, show=show if place.in_process else None), pending, place):
+    call = partial(_run, places=places, show=show if workers.place.in_process else None)
+    for ended in workers.run(call, pending):
         if ended.error is not None:
             raise ended.error
         done += 1
         on_progress(done, total, ended.argument.label)
 
 
-def _prepare(tasks: Sequence[ExperimentTask], place: Place) -> None:
+def _prepare(tasks: Sequence[ExperimentTask], workers: Workers) -> None:
     """Prepare the tasks where they will run, and raise what would keep them from running."""
-    for ended in run(_prepare_task, tasks, place):
+    for ended in workers.run(_prepare_task, tasks):
         if ended.error is not None:
             raise ended.error
 

@@ -5,7 +5,8 @@
 
 `prepare` sees the gradient's form (not its values) to choose the coordinates it prepares for. The layer it is
 given is a *unit*: a Kronecker layer with at most one weight matrix and one bias vector, whatever the layer of
-the curvature is (see `curvature_layers`).
+the curvature is (see `curvature_layers`). Where the weight is many small matrices of one shape and the solver
+says that it `solves_stacks`, the unit is all of them at once.
 """
 
 from __future__ import annotations
@@ -121,9 +122,14 @@ class Solver(ABC):
         """The solver of one layer: itself, where it does not treat some layers in another way."""
         return self
 
+    @property
+    def solves_stacks(self) -> bool:
+        """Whether its phases take a stack of equal systems as they take one (see `linalg.stacks`)."""
+        return False
+
     def units(self, layer: LayerCurvature) -> Sequence[LayerCurvature]:
         """What of a layer the solver prepares and applies, one after the other."""
-        return layer.units(self.input_factor)
+        return layer.units(self.input_factor, stacked=self.solves_stacks)
 
     @staticmethod
     def _takes_no_guidance(name: str) -> PairError:

@@ -2,7 +2,8 @@
 
 Whatever the curvature is, the damped system is an operator that `linalg.cg` is given:
 
-    StackedSystems   Kronecker layers, in the coordinates of their input sides (see `input_coordinates`)
+    StackedSystems   Kronecker layers, in the coordinates of their input sides (see `layer_systems`)
+    EqualSystems     the many small matrices of one weight, all of one shape
     DampedBlocks     blocks by their products: matrix-free and tied layers, a start vector, a preconditioner
     textbook         n_t × n_{t-1} matrices with the factors formed, for `formulation=explicit`
 
@@ -10,27 +11,13 @@ In coordinates the iteration is, iterate for iterate, the textbook's: with the m
 unknowns per layer, all layers in one iteration; with the full one on n_t × m, whatever n_{t-1}. Blocks are
 solved one by one or, where the curvature has cross-layer blocks, as one system over all parameters: with the
 exact Hessian this is Hessian-free optimisation (truncated Newton), which negative curvature ends.
-
-The stacked systems of several layers, one above the other:
-
-    P = [ Xᵀ  0  uᵀ ]     X the weight's coordinates, u = (c‖G⊥‖, 0, …) its part outside the input factor
-        [ bᵀ  0  0  ]     b the bias; then the rows of the next layer, filled up with zeros
-
-    operator  [ Xᵀ ] ↦ s [ Ã Xᵀ ] B + τ [ Xᵀ ],   u ↦ τ u
-              [ bᵀ ]     [ bᵀ   ]       [ bᵀ ]
-
-The input factor annihilates G⊥, so D⊥ = c G⊥ with one unknown c. The coordinates are orthonormal, so the
-inner products are sums over rows. A vector is a row because a product of few contiguous rows with a matrix
-takes as long as reading the matrix; of as many columns it takes several times that.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
-from itertools import accumulate
+from functools import partial
 from typing import ClassVar, Literal
 
 import torch
@@ -42,7 +29,7 @@ from curvlab.curvature_structures import EigenLayer
 from curvlab.exceptions import PairError, SolveError, SpecError
 from curvlab.linalg import Block, DenseFactor, DiagonalFactor, Factor, GramFactor, Matrix
 from curvlab.linalg.cg import CGResult, SymmetricOperator, conjugate_gradients
-from curvlab.linalg.factors import InputKind, nonzero_or_one
+from curvlab.linalg.factors import InputKind
 from curvlab.linalg.flat import flatten, unflatten
 from curvlab.measure import device
 from curvlab.solvers.base import (
@@ -56,17 +43,18 @@ from curvlab.solvers.base import (
 )
 from curvlab.solvers.cost_model import Iteration, choose_coordinates
 from curvlab.solvers.damping import Damping
-from curvlab.solvers.input_coordinates import GradientCoordinates, InputCoordinates, Scalar, form_gradient
+from curvlab.solvers.input_coordinates import InputCoordinates, form_gradient
+from curvlab.solvers.layer_systems import EqualSystems, LayerSystems, stack_systems
 from curvlab.solvers.systems import (
     BlockSystem,
     DampedSystem,
     SolvedBlock,
-    input_factors,
+    input_rank,
     output_factor,
 )
 from curvlab.solvers.textbook import bias_operator, weight_operator
 
-__all__ = ["CG", "EACG", "BlockCG", "DampedBlocks", "StackedSystems", "jacobi"]
+__all__ = ["CG", "EACG", "BlockCG", "DampedBlocks", "jacobi"]
 
 
 STACKED_UP_TO = 4096  # outputs of a layer that shares an iteration with others
@@ -177,7 +165,23 @@ class CG(Solver):
         assert isinstance(state, _State)
         if self.formulation == "explicit":
             return self._apply_textbook(state, gradient)
+        if state.output.count > 1:
+            return self._apply_equal(state, gradient)
         return self._divide(state, gradient) or self._apply_stacked([state], [gradient])[0]
+
+    @property
+    def solves_stacks(self) -> bool:
+        own = type(self).prepare is CG.prepare and type(self).apply is CG.apply
+        return own and self.route in ("auto", "dense")
+
+    def _apply_equal(self, state: _State, gradient: LayerGradient) -> LayerDirection:
+        """All systems of a stack in one iteration."""
+        assert state.coordinates is not None
+        assert gradient.weight is not None
+        systems = EqualSystems(state.output, state.coordinates, gradient.weight, state.damping)
+        result = self.run(systems, systems.right_hand_side())
+        weight = systems.step(result.x)
+        return self._direction(state, weight, None, state.coordinates.route, result, slice(None))
 
     def _divide(self, state: _State, gradient: LayerGradient) -> LayerDirection | None:
         """The solution of a diagonal system, with no iteration; None where it is none, or indefinite."""
@@ -226,7 +230,7 @@ class CG(Solver):
         layer, damping = state.layer, state.damping
         rank = output_factor(layer).rank_bound
         if state.coordinates is not None:
-            rank = input_factors(layer).factor(self.input_factor).rank_bound
+            rank = input_rank(layer, self.input_factor)
         return LayerDirection(
             weight,
             bias,
@@ -265,10 +269,11 @@ class EACG(CG):
         if self.formulation == "explicit" or not own or len(kinds) != 1:
             return None
         own_states = [state for state in states if isinstance(state, _State)]
-        divided = (
-            (i, self._divide(s, g)) for i, (s, g) in enumerate(zip(own_states, gradients, strict=True))
+        alone = (
+            (i, self._apply_equal(s, g) if s.output.count > 1 else self._divide(s, g))
+            for i, (s, g) in enumerate(zip(own_states, gradients, strict=True))
         )
-        found = {index: direction for index, direction in divided if direction is not None}
+        found = {index: direction for index, direction in alone if direction is not None}
         left = [index for index in range(len(own_states)) if index not in found]
         narrow = [index for index in left if own_states[index].output.size <= STACKED_UP_TO]
         stacks = [narrow] if narrow else []
@@ -291,203 +296,14 @@ def _cheapest_form(factor: Factor, columns: int) -> Factor:
 
 def _join_reports(results: Sequence[CGResult]) -> CGResult:
     """The reports of several runs, one column per run; a shorter one is filled up with NaN."""
+    if len(results) == 1:  # of one system, or of a stack of them
+        return results[0]
     return CGResult(
         results[0].x,
         torch.cat([result.outcomes for result in results]),
         torch.cat([result.iterations for result in results]),
         torch.nn.utils.rnn.pad_sequence([r.residuals[:, 0] for r in results], padding_value=float("nan")),
     )
-
-
-# Kronecker layers in coordinates.
-
-
-@dataclass(frozen=True, eq=False)
-class _WeightSystem:
-    coordinates: InputCoordinates
-    gradient: GradientCoordinates
-
-
-@dataclass(frozen=True, eq=False)
-class LayerSystems:
-    """The systems of one layer: its weight's in coordinates, and its bias's."""
-
-    output: Factor
-    weight: _WeightSystem | None
-    bias: Tensor | None
-
-    @classmethod
-    def of(cls, state: _State, gradient: LayerGradient) -> LayerSystems:
-        """The systems of a prepared layer for a gradient."""
-        weight = None
-        if state.coordinates is not None and gradient.weight is not None:
-            weight = _WeightSystem(state.coordinates, state.coordinates.of(gradient.weight))
-        return cls(state.output, weight, gradient.bias)
-
-    @cached_property
-    def rank(self) -> int:
-        """Rows of Xᵀ."""
-        return 0 if self.weight is None else self.weight.gradient.x.shape[1]
-
-    @property
-    def rows(self) -> int:
-        """Rows of the stack that belong to the layer."""
-        return self.rank + (self.bias is not None)
-
-    @property
-    def route(self) -> str:
-        """What the coordinates are called in a solution."""
-        return "bias" if self.weight is None else self.weight.coordinates.route
-
-    @property
-    def perp_norm(self) -> Tensor | None:
-        """‖G⊥‖; None: zero."""
-        return None if self.weight is None else self.weight.gradient.perp_norm
-
-    def diagonal(self) -> Tensor:
-        """What each row is multiplied by: the diagonal of Ã, and 1 for the bias."""
-        entries = []
-        if self.weight is not None:
-            given = self.weight.coordinates.diagonal
-            entries.append(self.weight.coordinates.matrix.diagonal() if given is None else given)
-        if self.bias is not None:
-            entries.append(torch.ones_like(self.bias[:1]))
-        return torch.cat(entries)
-
-
-def stack_systems(layers: Sequence[LayerSystems], damping: Damping) -> StackedSystems:
-    """The damped systems of several layers, each of one row, or those of one layer, of any rank."""
-    if all(layer.rank <= 1 for layer in layers):
-        return _OneRowEach(layers, damping)
-    if len(layers) > 1:
-        raise ValueError("several layers are solved in one iteration only where each system is one row")
-    return _OneLayer(layers, damping)
-
-
-class StackedSystems(SymmetricOperator):
-    """The damped systems of Kronecker layers, one above the other, as the module's text draws them."""
-
-    def __init__(self, layers: Sequence[LayerSystems], damping: Damping) -> None:
-        self.layers, self.damping = layers, damping
-        self.width = max(layer.output.size for layer in layers)
-        self.firsts = list(accumulate((layer.rows for layer in layers), initial=0))[:-1]
-        example = layers[0].output.example
-        outside = any(layer.perp_norm is not None for layer in layers)
-        shape = (sum(layer.rows for layer in layers), self.width + outside)
-        # Scalars as tensors: a number would be made one in every iteration.
-        self._shift = example.new_full((), damping.shift)
-        self._image, self._scaled = example.new_empty(shape), example.new_empty(shape)
-        self._products = [
-            (layer.output, self._part(self._image, index), self._part(self._scaled, index))
-            for index, layer in enumerate(layers)
-        ]
-
-    def _part(self, p: Tensor, index: int) -> Tensor:
-        """The rows and columns of one layer."""
-        layer, first = self.layers[index], self.firsts[index]
-        return p[first : first + layer.rows, : layer.output.size]
-
-    def right_hand_side(self) -> Tensor:
-        """-G and -g."""
-        p = torch.zeros_like(self._image)
-        for index, layer in enumerate(self.layers):
-            part = self._part(p, index)
-            if layer.weight is not None:
-                part[: layer.rank] = -layer.weight.gradient.x.detach().T
-            if layer.perp_norm is not None:
-                p[self.firsts[index], self.width] = -layer.perp_norm.detach()
-            if layer.bias is not None:
-                part[-1] = -layer.bias.detach()
-        return p
-
-    @abstractmethod
-    def _times_input(self, p: Tensor) -> None:
-        """[ Ã Xᵀ; bᵀ ], into `_scaled`."""
-
-    def matmul(self, x: Tensor) -> Tensor:
-        self._times_input(x)
-        torch.mul(x, self._shift, out=self._image)
-        for output, image, scaled in self._products:
-            output.add_product_(image, scaled, self.damping.scale)
-        return self._image
-
-    @abstractmethod
-    def systems(self, index: int) -> slice:
-        """Which of the stack's systems are those of a layer: the weight's, then the bias's."""
-
-    def split(self, p: Tensor, index: int) -> tuple[Matrix | None, Tensor | None]:
-        """The steps of the weight and the bias of one layer."""
-        layer, part = self.layers[index], self._part(p, index)
-        bias = None if layer.bias is None else part[-1]
-        if layer.weight is None:
-            return None, bias
-        scale = torch.zeros_like(p[0, 0])
-        if layer.perp_norm is not None:
-            # Where the norm is zero, so is its row's entry: there is no G⊥ and c is zero.
-            scale = p[self.firsts[index], self.width] / nonzero_or_one(layer.perp_norm)
-        return layer.weight.gradient.assemble(part[: layer.rank].T, Scalar(scale)), bias
-
-
-class _OneRowEach(StackedSystems):
-    """Every system is one row, as with the mean input factor."""
-
-    @cached_property
-    def _diagonal(self) -> Tensor:
-        return torch.cat([layer.diagonal() for layer in self.layers])[:, None]
-
-    def _times_input(self, p: Tensor) -> None:
-        torch.mul(p, self._diagonal, out=self._scaled)
-
-    def dot(self, x: Tensor, y: Tensor) -> Tensor:
-        return (x * y).sum(1, keepdim=True)
-
-    def max_abs(self, x: Tensor) -> Tensor:
-        low, high = torch.aminmax(x, dim=1, keepdim=True)
-        return torch.maximum(high, -low)
-
-    def spread(self, scalars: Tensor) -> Tensor:
-        return scalars
-
-    def systems(self, index: int) -> slice:
-        return slice(self.firsts[index], self.firsts[index] + self.layers[index].rows)
-
-
-class _OneLayer(StackedSystems):
-    """One layer, whose weight takes the first `rank` rows together and whose bias takes the last one."""
-
-    def __init__(self, layers: Sequence[LayerSystems], damping: Damping) -> None:
-        super().__init__(layers, damping)
-        (layer,) = layers
-        self.rank = layer.rank
-        self._diagonal: Tensor | None = None
-        self._matrix: Tensor | None = None
-        if layer.weight is not None and layer.weight.coordinates.diagonal is None:
-            self._matrix = layer.weight.coordinates.matrix
-        else:
-            self._diagonal = layer.diagonal()[:, None]
-
-    def _times_input(self, p: Tensor) -> None:
-        if self._diagonal is not None:
-            torch.mul(p, self._diagonal, out=self._scaled)
-        if self._matrix is not None:
-            r, n = self.rank, self.width
-            self._scaled[r:].copy_(p[r:])
-            self._scaled[:r, :n] = self._matrix @ p[:r, :n]
-
-    def dot(self, x: Tensor, y: Tensor) -> Tensor:
-        sums = (x * y).sum(1, keepdim=True)
-        return torch.cat([sums[: self.rank].sum(0, keepdim=True), sums[self.rank :]])
-
-    def max_abs(self, x: Tensor) -> Tensor:
-        low, high = torch.aminmax(x, dim=1, keepdim=True)
-        peaks = torch.maximum(high, -low)
-        return torch.cat([peaks[: self.rank].amax(0, keepdim=True), peaks[self.rank :]])
-
-    def spread(self, scalars: Tensor) -> Tensor:
-        return torch.cat([scalars[:1].expand(self.rank, 1), scalars[1:]])
-
-    def systems(self, index: int) -> slice:
-        return slice(None)
 
 
 # Blocks by their products.

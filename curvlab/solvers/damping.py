@@ -120,15 +120,15 @@ PI_LIMITS = (1e-6, 1e6)
 
 @dataclass(frozen=True, eq=False)
 class DampingSplit:
-    """π, and whether it would lie outside of `PI_LIMITS` (both scalar tensors)."""
+    """π, and whether it would lie outside of `PI_LIMITS` (both scalar tensors; of a stack one for each)."""
 
     pi: Tensor
     clamped: Tensor
 
     @classmethod
-    def from_value(cls, pi: float, like: Tensor) -> DampingSplit:
-        """A π that was given, not computed."""
-        one = torch.ones((), dtype=like.dtype, device=like.device)
+    def from_value(cls, pi: float, like: Tensor, count: int = 1) -> DampingSplit:
+        """A π that was given, not computed; the same for all systems of a stack of `count`."""
+        one = torch.ones(() if count == 1 else (count,), dtype=like.dtype, device=like.device)
         return cls(pi * one, torch.zeros_like(one, dtype=torch.bool))
 
 

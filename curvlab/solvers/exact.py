@@ -30,7 +30,7 @@ from curvlab.solvers.damping import Damping
 from curvlab.solvers.eigen_systems import EigenExact
 from curvlab.solvers.example_systems import ExampleExact
 from curvlab.solvers.input_coordinates import InputCoordinates, Scalar
-from curvlab.solvers.systems import DampedSystem, input_factors, output_factor
+from curvlab.solvers.systems import DampedSystem, input_rank, output_factor
 
 __all__ = ["Exact"]
 
@@ -51,7 +51,7 @@ class _Basis:
 
     def coordinates(self, x: Tensor) -> Tensor:
         """Uᵀ x."""
-        return x if self.vectors is None else self.vectors.T @ x
+        return x if self.vectors is None else self.vectors.mT @ x
 
     def vector(self, x: Tensor) -> Tensor:
         """U x."""
@@ -109,9 +109,14 @@ class Exact(Solver):
         if gradient.weight is not None:
             coordinates = choose_coordinates(layer, gradient.weight, self.input_factor, self.route, Eigen())
             weight = _WeightBasis(coordinates, _input_basis(coordinates))
-            largest = weight.basis.values.amax()
+            largest = weight.basis.values.amax(-1)
         checked = _Basis(_check_values(output.values, damping, largest), output.vectors, output.thin)
         return _State(layer, damping, checked, weight)
+
+    @property
+    def solves_stacks(self) -> bool:
+        own = type(self).prepare is Exact.prepare and type(self).apply is Exact.apply
+        return own and self.route in ("auto", "dense")
 
     def apply(self, state: object, gradient: LayerGradient) -> LayerDirection:
         assert isinstance(state, _State)
@@ -128,12 +133,13 @@ class Exact(Solver):
             outside = given.x - output.vector(inner) if output.thin else None
             if right.vectors is not None:
                 inner = inner @ right.vectors
-            x = output.vector(inner / (scale * torch.outer(output.values, right.values) + shift))
-            x = -x if right.vectors is None else -x @ right.vectors.T
+            products = output.values[..., :, None] * right.values[..., None, :]
+            x = output.vector(inner / (scale * products + shift))
+            x = -x if right.vectors is None else -x @ right.vectors.mT
             if outside is not None:
                 x = x - outside / shift
             weight = given.assemble(x, Scalar(x.new_full((), -1 / shift)))
-            route, rank = state.weight.coordinates.route, input_factors(layer).full.rank_bound
+            route, rank = state.weight.coordinates.route, input_rank(layer, self.input_factor)
         if gradient.bias is not None:
             inner = output.coordinates(gradient.bias)
             bias = -output.vector(inner / (scale * output.values + shift))
@@ -163,9 +169,9 @@ def _check_values(values: Tensor, damping: Damping, largest: Tensor | None) -> T
     `largest` is the largest eigenvalue of the input factor; a bias has 1 in its place.
     """
     factor = 1.0 if largest is None else largest.clamp(min=1)
-    rounding = len(values) * torch.finfo(values.dtype).eps * values.abs().amax()
+    rounding = values.shape[-1] * torch.finfo(values.dtype).eps * values.abs().amax(-1, keepdim=True)
     values = torch.where(values.abs() <= rounding, values.clamp(min=0), values)
-    smallest = damping.scale * values.amin() * factor + damping.shift
+    smallest = (damping.scale * values.amin(-1) * factor + damping.shift).amin()
     if device.readable(values):
         if bool(smallest.isnan()):
             raise NotFiniteError("the matrix to be factorised holds NaN or infinity")

@@ -33,7 +33,7 @@ from curvlab.solvers.base import Formulation, LayerDirection, LayerGradient, Sol
 from curvlab.solvers.cost_model import Inverse, choose_coordinates
 from curvlab.solvers.damping import Damping, DampingSplit, split_damping
 from curvlab.solvers.input_coordinates import InputCoordinates, WeightGradient
-from curvlab.solvers.systems import FactoredSystem, input_factors, output_factor
+from curvlab.solvers.systems import FactoredSystem, input_factors, input_rank, output_factor
 from curvlab.solvers.textbook import TextbookInverse
 
 __all__ = ["KFI", "ShermanMorrisonKFI"]
@@ -60,7 +60,7 @@ class _WeightInverse:
             # The gradient's rows are the output factor's own: all of the solve is m × m.
             x = left.of_rows(-self.right.matrix())
         else:
-            x = -self.right(left(given.x).T).T
+            x = -self.right(left(given.x).mT).mT
         return given.assemble(x, lambda y: left(y) / -self.gamma)
 
 
@@ -127,7 +127,9 @@ class KFI(Solver):
         if self.formulation == "explicit":
             trace = None
             if gradient.weight is not None:
-                trace = input_factors(layer).factor(self.input_factor).trace()
+                inputs = input_factors(layer)
+                full = self.input_factor == "full"
+                trace = inputs.full.trace() if full else inputs.mean.square().sum(-1)
             split = self._split(layer, trace)
             system = self._system(split, damping)
             return _State(layer, system, split, TextbookInverse.prepare(layer, system))
@@ -157,7 +159,7 @@ class KFI(Solver):
         """π, from the trace of the input factor in use (None: there is no weight)."""
         output = output_factor(layer)
         if self.pi is not None:
-            return DampingSplit.from_value(self.pi, output.example)
+            return DampingSplit.from_value(self.pi, output.example, output.count)
         if trace is None:
             return DampingSplit.from_value(1.0, output.example)
         return split_damping(trace, input_factors(layer).size, output.trace(), output.size)
@@ -165,18 +167,21 @@ class KFI(Solver):
     def _system(self, split: DampingSplit, damping: Damping) -> FactoredSystem:
         shift = damping.factored_shift
         root = shift**0.5
-        return FactoredSystem(self.input_factor, root / split.pi, root * split.pi, shift)
+        # Of a stack one π for each of its matrices.
+        pi = split.pi[:, None, None] if split.pi.ndim else split.pi
+        return FactoredSystem(self.input_factor, root / pi, root * pi, shift)
 
     def apply(self, state: object, gradient: LayerGradient) -> LayerDirection:
         assert isinstance(state, _State)
         weight, bias = state.inverse.apply(gradient)
-        rank = self._rank(state.layer, gradient)
+        layer, weighted = state.layer, gradient.weight is not None
+        rank = input_rank(layer, self.input_factor) if weighted else output_factor(layer).rank_bound
         return LayerDirection(weight, bias, state.system, state.inverse.route, rank, split=state.split)
 
-    def _rank(self, layer: LayerCurvature, gradient: LayerGradient) -> int:
-        if gradient.weight is None:
-            return output_factor(layer).rank_bound
-        return input_factors(layer).factor(self.input_factor).rank_bound
+    @property
+    def solves_stacks(self) -> bool:
+        own = type(self).prepare is KFI.prepare and type(self).apply is KFI.apply
+        return own and self.route in ("auto", "dense")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ factored inverse). The solver computes with X alone; the right action of A on X 
 All but the first are orthonormal: inner products are those of X, and nothing cancels in them. The first
 is for solvers that take none; the second keeps the same route, `sample`, for those that do. The last is for
 the mean input factor E[h]E[h]ᵀ; it takes a gradient in factors, where G⊥ stays in the sample space too, or a
-formed one.
+formed one. In a stack of equal systems (`linalg.stacks`) dense and mean coordinates have a leading dimension.
 
 Of a formed gradient G = (GQ) Qᵀ + G⊥ an iteration needs GQ and ‖G⊥‖, in all digits; G⊥ is never held whole.
 """
@@ -329,15 +329,15 @@ class MeanCoordinates(InputCoordinates):
 
     @cached_property
     def trace(self) -> Tensor:
-        return self.inputs.mean.square().sum()
+        return self.inputs.mean.square().sum(-1)
 
     @property
     def diagonal(self) -> Tensor:
-        return self.trace.reshape(1)
+        return self.trace[..., None]
 
     @property
     def matrix(self) -> Tensor:
-        return self.trace.reshape(1, 1)
+        return self.trace[..., None, None]
 
     @cached_property
     def _norm(self) -> Tensor:
@@ -348,7 +348,7 @@ class MeanCoordinates(InputCoordinates):
     @cached_property
     def basis(self) -> Tensor:
         """q, a vector."""
-        return self.inputs.mean / self._norm
+        return self.inputs.mean / self._norm[..., None]
 
     def of(self, gradient: WeightGradient) -> GradientCoordinates:
         if (
@@ -357,13 +357,16 @@ class MeanCoordinates(InputCoordinates):
             and gradient.inputs.shares_rows_with(self.inputs.full)
         ):
             return self._of_rows(gradient)
-        whole = form_gradient(gradient)
-        if self.norm:
-            x, norm = split_gradient(whole, self.basis)
+        whole, norm = form_gradient(gradient), None
+        if not self.norm:
+            column = whole @ self.basis[..., None]
+        elif whole.ndim == 3:
+            column, norm = _split_stack(whole, self.basis)
         else:
-            x, norm = whole @ self.basis, None
-        column = x[:, None]
-        return GradientCoordinates(column, partial(_combine, whole, column, self.basis[None]), norm)
+            x, norm = split_gradient(whole, self.basis)
+            column = x[:, None]
+        row = self.basis[..., None, :]
+        return GradientCoordinates(column, partial(_combine, whole, column, row), norm)
 
     def _of_rows(self, gradient: RowGradient) -> GradientCoordinates:
         """Gq = S'ᵀ(H'q), and ‖G⊥‖ where it is wanted."""
@@ -415,6 +418,8 @@ def form_gradient(gradient: WeightGradient) -> Tensor:
 def _combine(whole: Tensor, along: Tensor, z: Tensor, x: Tensor, left: Left) -> Tensor | Combination:
     """X Z + L G⊥ = L G + (X - L X_G) Z, with X_G = `along`; not formed where L is a number."""
     correction = x - left(along)
+    if whole.ndim == 3:
+        return torch.baddbmm(left(whole), correction, z)
     if isinstance(left, Scalar):
         return Combination(left.value, whole, correction, z)
     return left(whole).addmm_(correction, z)
@@ -442,6 +447,17 @@ def split_gradient(gradient: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
     scale = binary_scale(gradient)
     x, perp = _split(gradient, basis, scale)
     return x * scale, perp * scale
+
+
+def _split_stack(gradient: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
+    """Gq, (G, o, 1), and ‖G⊥‖, (G,), for a stack of matrices (G, o, n) and one q, (G, n), for each."""
+    scale = binary_scale(gradient)
+    rows, column = gradient / scale, basis[..., None]
+    x = rows @ column
+    perp = torch.baddbmm(rows, x, column.mT, alpha=-1)
+    again = perp @ column
+    norms = [torch.linalg.vector_norm(part, dim=(1, 2)) for part in (perp, again)]
+    return (x + again) * scale, _leg(*norms) * scale
 
 
 def _leg(hypotenuse: Tensor, other: Tensor) -> Tensor:

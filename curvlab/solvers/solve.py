@@ -39,7 +39,7 @@ from curvlab.solvers.base import Guidance, LayerDirection, Preconditioner, Solve
 from curvlab.solvers.damping import Damping, damping_from
 from curvlab.solvers.registry import solvers
 from curvlab.solvers.solution import BlockSolution, Direction, Solution
-from curvlab.solvers.units import SolvedUnit, Unit, entry_of, join_units, layer_gradient, units_of
+from curvlab.solvers.units import SolvedUnit, Unit, entry_of, is_stack, join_units, layer_gradient, units_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -286,7 +286,8 @@ def _by_layer(
 
 def _solve_shared(systems: _Systems, units: list[Unit], process_group: ProcessGroup) -> list[SolvedUnit]:
     communicator = communicator_of(process_group)
-    apart = {id(unit.given): unit for unit in units if unit.solver.layers_apart}
+    # A stack of small systems takes less time than to send its directions.
+    apart = {id(unit.given): unit for unit in units if unit.solver.layers_apart and not is_stack(unit.given)}
     costs = [
         layer_cost(unit.given, unit.solver.input_factor, float(getattr(unit.solver, "max_iter", 0)))
         for unit in apart.values()
@@ -415,8 +416,9 @@ class _Prepared:
     @property
     def size(self) -> int:
         """Entries of the weight and of B: what a joint solve's time is shared out by."""
-        outputs, *inputs = next(iter(self.unit.given.blocks.values())).shape
-        return outputs * (outputs + sum(inputs))
+        given = self.unit.given
+        outputs, *inputs = next(iter(given.blocks.values())).shape
+        return (1 if given.output is None else given.output.count) * outputs * (outputs + sum(inputs))
 
 
 def check_gradient(curvature: Curvature, gradient: Mapping[str, Tensor]) -> None:

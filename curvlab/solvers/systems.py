@@ -45,6 +45,7 @@ __all__ = [
     "System",
     "WeightMeasures",
     "input_factors",
+    "input_rank",
     "output_factor",
     "relative_norm",
     "scale_to_gradient",
@@ -66,6 +67,11 @@ def input_factors(layer: LayerCurvature) -> InputFactors:
     if layer.inputs is None:
         raise PairError(_no_factors(layer))
     return layer.inputs
+
+
+def input_rank(layer: LayerCurvature, kind: InputKind) -> int:
+    """What the rank of the input factor in use cannot exceed; over all systems of a stack."""
+    return output_factor(layer).count if kind == "mean" else input_factors(layer).full.rank_bound
 
 
 def _no_factors(layer: LayerCurvature) -> str:
@@ -221,13 +227,16 @@ class _RowSpace:
 
 
 class _MatrixSpace:
-    """Matrices as they are."""
+    """Matrices as they are; of a stack the measures are those of all of it together."""
 
     def __init__(self, inputs: InputFactors) -> None:
         self.inputs = inputs
 
     def times_input(self, x: Tensor, kind: InputKind) -> Tensor:
-        return self.inputs.factor(kind).matmul(x.T).T
+        if kind == "full":
+            return self.inputs.full.matmul(x.mT).mT
+        mean = self.inputs.mean[..., None]
+        return (x @ mean) * mean.mT
 
     def dot(self, x: Tensor, y: Tensor) -> Tensor:
         return (x * y).sum()

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from curvlab.curvature_layers import KroneckerLayer, LayerCurvature
 from curvlab.gradient import Gradient, view_entry
-from curvlab.linalg import Block, Matrix, Step, ViewStep
+from curvlab.linalg import Block, Matrix, MatrixView, Step, TensorStep, ViewStep
 from curvlab.linalg.cg import Outcome
 from curvlab.linalg.factors import binary_scale, nonzero_or_one
 from curvlab.linalg.steps import as_step
@@ -37,6 +37,7 @@ __all__ = [
     "SolvedUnit",
     "Unit",
     "entry_of",
+    "is_stack",
     "join_units",
     "layer_gradient",
     "units_of",
@@ -71,15 +72,23 @@ def units_of(layer: LayerCurvature, solver: Solver, gradient: Mapping[str, Tenso
     given = solver.units(layer)
     if isinstance(layer, KroneckerLayer) or all(one.matrix_free for one in given):
         return [Unit(layer, one, layer_gradient(one, gradient), solver) for one in given]
-    matrices: list[Tensor] = []
+    matrices, place = None, 0
     if layer.view is not None and layer.weight_name is not None:
-        matrices = list(layer.view.matrices(view_entry(gradient, layer.weight_name)).unbind())
+        matrices = layer.view.matrices(view_entry(gradient, layer.weight_name))
     units = []
     for one in given:
-        weight = None if one.weight_name is None else matrices.pop(0)
+        weight = None
+        if one.weight_name is not None and matrices is not None:
+            weight = matrices if is_stack(one) else matrices[place]
+            place += 1
         bias = None if one.bias_name is None else view_entry(gradient, one.bias_name).reshape(-1)
         units.append(Unit(layer, one, LayerGradient(weight, bias), solver))
     return units
+
+
+def is_stack(unit: LayerCurvature) -> bool:
+    """Whether the unit is all matrices of a weight at once."""
+    return unit.output is not None and unit.output.count > 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,6 +120,7 @@ class SolvedUnit:
     def _block(self, name: str, measures: Measures, column: int, count: int) -> BlockSolution:
         """Block `column` of `count`; the unit's time is theirs in equal parts."""
         found, of_weight = self.direction, name == self.given.weight_name
+        systems = slice(None) if is_stack(self.given) else column
         return BlockSolution(
             name=name,
             layer=self.given.name,
@@ -118,9 +128,9 @@ class SolvedUnit:
             tolerance=self.tolerance,
             route=found.route,
             rank=found.rank if of_weight else found.system.bias_rank(self.given),
-            outcome=None if found.outcomes is None else found.outcomes[column],
-            iteration_count=None if found.iterations is None else found.iterations[column],
-            history=None if found.history is None else found.history[:, column],
+            outcome=None if found.outcomes is None else found.outcomes[systems],
+            iteration_count=None if found.iterations is None else found.iterations[systems],
+            history=None if found.history is None else found.history[:, systems],
             split=found.split if of_weight else None,
             seconds_prepare=self.seconds_prepare / count,
             seconds_apply=self.seconds_apply / count,
@@ -138,22 +148,22 @@ def join_units(
             {name: step for one in solved for name, step in one.entries().items()},
             {name: block for one in solved for name, block in one.blocks().items()},
         )
-    parts = [(one, one.entries(), one.blocks()) for one in solved]
+    answers = [(one, one.entries(), one.blocks()) for one in solved]
     steps: dict[str, Matrix] = {}
     blocks: dict[str, BlockSolution] = {}
     for name, block in layer.blocks.items():
-        own = [part for part in parts if name in part[1]]
+        own = [answer for answer in answers if name in answer[1]]
         found = [solutions[name] for _, _, solutions in own]
-        if name == layer.weight_name and layer.view is not None:
-            steps[name] = ViewStep(layer.view, tuple(as_step(entries[name]) for _, entries, _ in own))
-            cut = [_formed(one.gradient.weight) for one, _, _ in own]
-        else:
-            steps[name] = as_step(own[0][1][name]).form().reshape(block.shape)
-            cut = [_formed(own[0][0].gradient.bias)]
         whole = view_entry(gradient, name)
+        if name == layer.weight_name and layer.view is not None:
+            parts = layer.view.matrices(whole)
+            steps[name] = _join_steps(layer.view, own[0][0].given, [entries[name] for _, entries, _ in own])
+        else:
+            parts = whole[None]
+            steps[name] = as_step(own[0][1][name]).form().reshape(block.shape)
         measures = JoinedMeasures(
             tuple(one.measures for one in found),
-            tuple(cut),
+            parts,
             block,
             as_step(steps[name]),
             whole,
@@ -164,17 +174,22 @@ def join_units(
     return steps, blocks
 
 
-def _formed(gradient: WeightGradient | None) -> Tensor:
-    assert isinstance(gradient, Tensor)
-    return gradient
+def _join_steps(view: MatrixView, first: LayerCurvature, steps: Sequence[Matrix]) -> Step:
+    """The step of a weight from those of its units, of which a stack is the only one."""
+    if is_stack(first):
+        return TensorStep(view.parameter(as_step(steps[0]).form()))
+    return ViewStep(view, tuple(as_step(step) for step in steps))
 
 
 @dataclass(frozen=True, eq=False)
 class JoinedMeasures(Measures):
-    """Measures of a parameter from those of its parts, and from the block that the curvature has for it."""
+    """Measures of a parameter from those of its units, and from the block that the curvature has for it.
 
-    parts: tuple[Measures, ...]
-    gradients: tuple[Tensor, ...]
+    `gradients` are those of its parts, along the first dimension.
+    """
+
+    units: tuple[Measures, ...]
+    gradients: Tensor
     block: Block
     direction: Step
     gradient: Tensor
@@ -184,14 +199,15 @@ class JoinedMeasures(Measures):
     def share(self, relative: Tensor) -> Tensor:
         """√(Σ_g (r_g ‖G_g‖)²) / ‖G‖ for r_g relative to ‖G_g‖, along the first dimension."""
         size = binary_scale(self.gradient)
-        norms = torch.stack([torch.linalg.vector_norm(part / size) for part in self.gradients])
+        norms = torch.linalg.vector_norm((self.gradients / size).flatten(1), dim=1)
         # Of a part without a gradient it is the rest itself.
         absolute = relative * torch.where(norms > 0, norms, 1 / size).reshape(-1, *(1,) * (relative.ndim - 1))
         return torch.linalg.vector_norm(absolute, dim=0) / nonzero_or_one(torch.linalg.vector_norm(norms))
 
     def residual(self) -> Tensor:
-        found = torch.stack([part.residual() for part in self.parts])
-        return found[0] if len(self.parts) == 1 else self.share(found)
+        if len(self.units) == 1:
+            return self.units[0].residual()
+        return self.share(torch.stack([unit.residual() for unit in self.units]))
 
     def residual_full(self) -> Tensor:
         d, g = scale_to_gradient(self.direction.form(), self.gradient)
@@ -199,7 +215,7 @@ class JoinedMeasures(Measures):
         return relative_norm(rest.square().sum(), g.square().sum())
 
     def slope(self) -> Tensor:
-        return torch.stack([part.slope() for part in self.parts]).sum()
+        return torch.stack([unit.slope() for unit in self.units]).sum()
 
     def quadratic(self) -> Tensor:
         d = self.direction.form()
@@ -209,18 +225,19 @@ class JoinedMeasures(Measures):
 
 def _join_blocks(layer: str, found: Sequence[BlockSolution], measures: JoinedMeasures) -> BlockSolution:
     first = replace(found[0], layer=layer, measures=measures, reads=measures.reads)
-    if len(found) == 1:
+    if len(measures.gradients) == 1:
         return first
-    outcomes = [one.outcome for one in found if one.outcome is not None]
-    counts = [one.iteration_count for one in found if one.iteration_count is not None]
-    histories = [one.history for one in found if one.history is not None]
+    # One entry for each part: from units of one part each, or from a stack that has them all.
+    outcomes = [one.outcome.reshape(-1) for one in found if one.outcome is not None]
+    counts = [one.iteration_count.reshape(-1) for one in found if one.iteration_count is not None]
+    histories = [one.history.reshape(len(one.history), -1) for one in found if one.history is not None]
     splits = [one.split for one in found if one.split is not None]
     return replace(
         first,
         route=", ".join(dict.fromkeys(one.route for one in found)),
         rank=sum(one.rank for one in found),
-        outcome=_worst(torch.stack(outcomes)) if outcomes else None,
-        iteration_count=torch.stack(counts).amax() if counts else None,
+        outcome=_worst(torch.cat(outcomes)) if outcomes else None,
+        iteration_count=torch.cat(counts).amax() if counts else None,
         history=measures.share(_to_one_length(histories)) if histories else None,
         split=_join_splits(splits) if splits else None,
         seconds_prepare=sum(one.seconds_prepare for one in found),
@@ -240,12 +257,13 @@ def _worst(outcomes: Tensor) -> Tensor:
 
 
 def _to_one_length(histories: Sequence[Tensor]) -> Tensor:
-    """One row per history; one that ended earlier stays at its last value."""
+    """One row per part; a history that ended earlier stays at its last values."""
     length = max(len(history) for history in histories)
-    return torch.stack([torch.cat([h, h[-1:].expand(length - len(h))]) for h in histories])
+    return torch.cat([torch.cat([h, h[-1:].expand(length - len(h), -1)]).T for h in histories])
 
 
 def _join_splits(splits: Sequence[DampingSplit]) -> DampingSplit:
     return DampingSplit(
-        torch.stack([split.pi for split in splits]), torch.stack([split.clamped for split in splits])
+        torch.cat([split.pi.reshape(-1) for split in splits]),
+        torch.cat([split.clamped.reshape(-1) for split in splits]),
     )

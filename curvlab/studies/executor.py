@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import (
     FIRST_COMPLETED,
     BrokenExecutor,
@@ -30,7 +30,7 @@ from curvlab.exceptions import ExecutorError, SpecError
 from curvlab.registry import Registry
 from curvlab.studies.dask_executor import Dask
 
-__all__ = ["Done", "Place", "Process", "Serial", "SerialExecutor", "executors", "place_of", "run"]
+__all__ = ["Done", "Place", "Process", "Serial", "SerialExecutor", "Workers", "executors", "place_of", "run"]
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -179,28 +179,58 @@ class Done(Generic[A, R]):
     error: BaseException | None = None
 
 
+class Workers:
+    """The workers of one study: started when the first call needs them, and kept until the block ends.
+
+    A study runs in stages, and a new process spends seconds on importing torch.
+
+    >>> with Workers("serial") as workers:
+    ...     [done.result for numbers in ([-1], [2]) for done in workers.run(abs, numbers)]
+    [1, 2]
+    """
+
+    def __init__(self, spec: str | Place | Executor) -> None:
+        self.place = place_of(spec)
+        self._executor: Executor | None = None
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end()
+
+    def run(self, function: Callable[[A], R], arguments: Iterable[A]) -> Iterator[Done[A, R]]:
+        """Call `function` with each argument, and give what came of it in the order the calls finish.
+
+        When a worker dies, what was under way runs again in new workers, one call at a time, so that the call
+        that ends its workers shows itself; after three of them it is given up.
+        """
+        window = self.place.window
+        waiting = deque(_Call(argument) for argument in arguments)
+        while waiting:
+            if self._executor is None:
+                self._executor = self.place.start()
+            broken = yield from _drain(function, waiting, self._executor, window)
+            if broken:
+                self._end()
+                window = 1
+
+    def _end(self) -> None:
+        executor, self._executor = self._executor, None
+        if executor is not None and not isinstance(self.place, Given):
+            executor.shutdown(wait=True, cancel_futures=True)
+
+
 def run(
     function: Callable[[A], R], arguments: Iterable[A], spec: str | Place | Executor
 ) -> Iterator[Done[A, R]]:
-    """Call `function` with each argument, and give what came of it in the order the calls finish.
-
-    When a worker dies, what was under way runs again in new workers, one call at a time, so that the call
-    that ends its workers shows itself; after three of them it is given up.
+    """`Workers.run` with workers of its own, which end with the last call.
 
     >>> [done.result for done in run(abs, [-1, 2], "serial")]
     [1, 2]
     """
-    place = place_of(spec)
-    window = place.window
-    waiting = deque(_Call(argument) for argument in arguments)
-    while waiting:
-        executor = place.start()
-        try:
-            yield from _drain(function, waiting, executor, window)
-        finally:
-            if not isinstance(place, Given):
-                executor.shutdown(wait=True, cancel_futures=True)
-        window = 1
+    with Workers(spec) as workers:
+        yield from workers.run(function, arguments)
 
 
 @dataclass(eq=False)
@@ -211,8 +241,11 @@ class _Call(Generic[A]):
 
 def _drain(
     function: Callable[[A], R], waiting: deque[_Call[A]], executor: Executor, window: int | None
-) -> Iterator[Done[A, R]]:
-    """Hand over and take back until nothing waits, or the executor breaks: what it had then waits again."""
+) -> Generator[Done[A, R], None, bool]:
+    """Hand over and take back until nothing waits, or the executor breaks: what it had then waits again.
+
+    Returns whether it broke.
+    """
     running: dict[Future[R], _Call[A]] = {}
     try:
         while waiting or running:
@@ -232,6 +265,8 @@ def _drain(
         if len(calls) == 1 and calls[0].attempts >= ATTEMPTS:
             waiting.popleft()
             yield Done(calls[0].argument, error=error)
+        return True
+    return False
 
 
 def _outcome(future: Future[R], argument: A) -> Done[A, R]:

@@ -49,7 +49,7 @@ class Shown:
 
 
 @pytest.fixture
-def compare(tmp_path: Path) -> Callable[..., Shown]:
+def compare(tmp_path: Path, plain_pages: None) -> Callable[..., Shown]:
     """Run `curvlab compare` on a small problem with more options, and collect what it wrote."""
 
     def run(*options: str) -> Shown:

@@ -193,6 +193,7 @@ USAGE: Mistakes = {
     f"{OWN} -o file/run": ("file/run",),
     f"{OWN} -o foreign": ("foreign", "another folder"),
     f"train {TINY} --epochs 1 -o file": ("file",),
+    f"train {TINY} --epochs 1 -o /proc/run": ("cannot write to the folder /proc/run",),
     f"train {TINY} --epochs 1 -o foreign": ("foreign", "another folder"),
     f"train {TINY} --epochs 1 -o finished": ("finished", "-o"),
     f"train {TINY} --epochs 1 --fresh -o finished": ("finished", "-o"),

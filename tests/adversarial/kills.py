@@ -10,6 +10,9 @@ SIGTERM at a random moment within the time that an uninterrupted run takes. Prin
     different    rows that an uninterrupted run has otherwise, in what is not a time
     hangs        resumed attempts that were not over after 150 seconds
     failed       attempts that ended otherwise, or left workers behind that were there 20 seconds later
+
+Nothing heavy is imported at the top: a worker imports the main module of its parent before it can look after
+that, and one whose parent is killed meanwhile would first import torch for nobody.
 """
 
 from __future__ import annotations
@@ -24,32 +27,40 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from curvlab.reproduce.grid_study import GridStudy
-from curvlab.reproduce.run import reproduce
-from curvlab.reproduce.subjects import Options
-from curvlab.studies.compare.run import compare
-from curvlab.studies.setup import Setup
-from curvlab.studies.train.run import TrainPlan, train
-
 __all__ = ["STUDIES", "main"]
 
 DATA = "synthetic[features=5,classes=3,examples=60]"
-SETUP = Setup(arch="5-4-3", data=DATA, batch=10, device="cpu")
-GRID = GridStudy(data=DATA, arch="5-4-3", epochs=3, pairs=("sgd",), lr=(0.1, 0.2), batch=(10,))
 ORPHAN_SECONDS = 20
 HANG_SECONDS = 150  # importing torch in new workers takes long on a busy machine
 
 
+def setup() -> Any:
+    from curvlab.studies.setup import Setup
+
+    return Setup(arch="5-4-3", data=DATA, batch=10, device="cpu")
+
+
 def run_compare(folder: Path, executor: str = "serial") -> None:
-    compare(SETUP, ["fisher", "pch-1"], ["kfi", "cg"], repetitions=2, output=folder, executor=executor)
+    from curvlab.studies.compare.run import compare
+    from tests.cases import ONE_SCENE
+
+    chosen = {**ONE_SCENE, "batches": 2, "repetitions": 2}
+    compare(setup(), ["fisher", "pch-1"], ["kfi", "cg"], **chosen, output=folder, executor=executor)
 
 
 def run_train(folder: Path) -> None:
-    train(TrainPlan(SETUP, epochs=12), folder, checkpoint_steps=2)
+    from curvlab.studies.train.run import TrainPlan, train
+
+    train(TrainPlan(setup(), epochs=5), folder, checkpoint_steps=2)
 
 
 def run_reproduce(folder: Path, executor: str = "serial") -> None:
-    reproduce("grid", Options("smoke", device="cpu", study=GRID), folder, executor=executor)
+    from curvlab.reproduce.grid_study import GridStudy
+    from curvlab.reproduce.run import reproduce
+    from curvlab.reproduce.subjects import Options
+
+    grid = GridStudy(data=DATA, arch="5-4-3", epochs=3, pairs=("sgd",), lr=(0.1, 0.2), batch=(10,))
+    reproduce("grid", Options("smoke", device="cpu", study=grid), folder, executor=executor)
 
 
 STUDIES: dict[str, Callable[[Path], None]] = {
@@ -71,8 +82,8 @@ def whole_lines(folder: Path) -> list[bytes]:
 
 
 def is_time(name: str) -> bool:
-    """Whether it is one, or says how other programs disturbed it."""
-    return "seconds" in name or name in ("environment", "planned_bytes", "waited", "load", "attempts")
+    """Whether it is one, or says how other programs disturbed its measurement."""
+    return "seconds" in name or name in ("waited", "load", "attempts")
 
 
 def without_times(value: Any) -> Any:
@@ -87,8 +98,7 @@ def measured(folder: Path) -> dict[str, str]:
     named = {
         json.dumps([row.get(n) for n in ("kind", "key", "repetition", "plan", "epoch")]): row for row in rows
     }
-    own = {name: row for name, row in named.items() if row.get("kind") != "environment"}
-    return {name: json.dumps(without_times(row), sort_keys=True) for name, row in own.items()}
+    return {name: json.dumps(without_times(row), sort_keys=True) for name, row in named.items()}
 
 
 def attempt(study: Callable[[Path], None], folder: Path, seconds: float, number: signal.Signals) -> str:
@@ -127,6 +137,7 @@ def orphans(leader_group: int) -> bool:
 def main(name: str, kills: int, seed: int, base: Path) -> dict[str, Any]:
     """Kill the study that many times, in as many folders as that takes."""
     study, draw = STUDIES[name], random.Random(seed)
+    # The first run in this process imports everything that the forks then have.
     begun = time.monotonic()
     study(base / "reference")
     usual = time.monotonic() - begun

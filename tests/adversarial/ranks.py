@@ -23,8 +23,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import curvlab
+from curvlab.criteria.registry import criterion_named
+from curvlab.data import Examples
+from curvlab.data.inputs import TensorInputs
+from curvlab.distributed.communicator import communicator_of
 from curvlab.exceptions import CurvlabError
 from curvlab.optim import SecondOrder
+from curvlab.studies.setup import Setup
+from curvlab.studies.train.evaluate import evaluate
+from curvlab.studies.train.optimizers import optimizers
+from curvlab.studies.train.run import TrainPlan, train
 
 __all__ = ["AGREEING", "DIFFERENCES", "RAISING", "main"]
 
@@ -115,6 +123,42 @@ def hook_raises(group: Any, raises: bool) -> object:
     return optimizer.step(*batch(group.rank()))
 
 
+def baseline_hook_raises(group: Any, raises: bool, optimizer: str, backwards: bool = False) -> object:
+    """The same of a baseline, whose hook raises in the forward or in the backward pass."""
+    model, criterion = network(), criterion_named("cross-entropy")
+    stepper = optimizers.make(optimizer).build(model, criterion, communicator_of(group))
+    stepper.step(*batch(group.rank()))
+
+    def fail(*given: Any) -> None:
+        raise KeyError(OWN)
+
+    if raises and backwards:
+        model[0].register_full_backward_hook(fail)
+    elif raises:
+        model[0].register_forward_hook(fail)
+    return stepper.step(*batch(group.rank()))
+
+
+def bad_label_of_baseline(group: Any, raises: bool) -> object:
+    inputs, labels = batch(group.rank())
+    stepper = optimizers.make("sgd").build(
+        network(), criterion_named("cross-entropy"), communicator_of(group)
+    )
+    return stepper.step(inputs, labels + 7 if raises else labels)
+
+
+def evaluation_raises(group: Any, raises: bool) -> object:
+    inputs, labels = batch(0)
+    examples = Examples(TensorInputs(inputs), labels + 7 if raises else labels)
+    return evaluate(network(), criterion_named("cross-entropy"), examples, communicator_of(group))
+
+
+def data_missing(group: Any, missing: bool) -> object:
+    """A training of which one rank cannot load the data."""
+    setup = Setup(data=f"digits[train={999_999 if missing else 50}]", batch=20, device="cpu")
+    return train(TrainPlan(setup, "sgd", epochs=1), process_group=group)
+
+
 RAISING: dict[str, Job] = {
     "a bad label in a step": lambda group, raises: stepped(group, lambda x, y: (x, y + 7 if raises else y)),
     "inputs that are not finite in a step": lambda group, raises: stepped(
@@ -124,6 +168,13 @@ RAISING: dict[str, Job] = {
         group, lambda x, y: (x[:, :3] if raises else x, y)
     ),
     "a hook that raises": hook_raises,
+    "a hook that raises in a step of sgd": lambda group, raises: baseline_hook_raises(group, raises, "sgd"),
+    "a hook that raises in a backward pass of adam": lambda group, raises: baseline_hook_raises(
+        group, raises, "adam", backwards=True
+    ),
+    "a bad label in a step of sgd": bad_label_of_baseline,
+    "an evaluation that raises": evaluation_raises,
+    "data that one rank lacks": data_missing,
 }
 
 AGREEING: dict[str, Job] = {"nothing at all": lambda group, differs: solved(group)}

@@ -104,9 +104,6 @@ SURROUNDINGS = {
     "a working folder that is gone": Surroundings(
         "mkdir gone && cd gone && rmdir ../gone && {curvlab} list", 2, "working folder has been removed"
     ),
-    "a system that lets nothing be written": Surroundings(
-        f"{{curvlab}} {TRAIN} -o /proc/run", 2, "cannot write to the folder /proc/run"
-    ),
 }
 
 

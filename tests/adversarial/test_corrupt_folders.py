@@ -24,9 +24,10 @@ SUITE = "damaged folders"
 pytestmark = pytest.mark.slow  # short each, long together
 DATA = "synthetic[features=5,classes=3,examples=30]"
 SMALL = ["--arch", "5-4-3", "--data", DATA, "--batch", "10", "--device", "cpu", "--quiet"]
+ONE_SCENE = ["--at", "init", "--batches", "1"]
 STUDY = f'data = "{DATA}"\narch = "5-4-3"\nepochs = 1\npairs = ["sgd"]\nlr = [0.1, 0.2]\nbatch = [10]\n'
 COMMANDS = {
-    "compare": ["compare", *SMALL, "-p", "fisher", "-s", "kfi", "-s", "cg", "-r", "2"],
+    "compare": ["compare", *SMALL, *ONE_SCENE, "-p", "fisher", "-s", "kfi", "-s", "cg", "-r", "2"],
     "train": ["train", *SMALL, "--epochs", "2"],
     "reproduce": ["reproduce", "grid", "--study", "study.toml", "--device", "cpu", "--quiet"],
 }

@@ -41,6 +41,7 @@ from curvlab.studies.train.optimizers import optimizers
 from curvlab.studies.train.schedules import schedules
 from tests.adversarial.outcomes import HangError, Judge, time_limit
 from tests.adversarial.workshop import TINY
+from tests.cases import ONE_SCENE
 
 SUITE = "fuzzed properties"
 REGISTRIES: list[Any] = [
@@ -170,7 +171,7 @@ JSON = st.recursive(
 @cache
 def comparison_folder() -> Path:
     folder = Path(tempfile.mkdtemp())
-    compare(TINY, ["fisher"], ["kfi", "cg"], repetitions=1, output=folder)
+    compare(TINY, ["fisher"], ["kfi", "cg"], **ONE_SCENE, repetitions=1, output=folder)
     return folder
 
 

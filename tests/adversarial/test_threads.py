@@ -21,6 +21,7 @@ from curvlab.studies.store import Store
 from curvlab.studies.train.run import TrainPlan, train
 from tests.adversarial.outcomes import Judge
 from tests.adversarial.workshop import TINY
+from tests.cases import ONE_SCENE
 
 THREADS, ROUNDS = 4, 6
 HANDLES = Path("/proc/self/fd")
@@ -129,9 +130,19 @@ def operations() -> dict[str, Callable[[], Any]]:
         "to_dense": fisher.to_dense,
         "trace": fisher.trace,
         "diagonal": fisher.diagonal,
+        "eigvalsh": fisher.eigvalsh,
+        "per-example gradients": problem.per_example_gradients,
+        "logdet, a new damping each time": lambda: fisher.logdet(damping=curvlab.Additive(next(alphas))),
+        "inverse, a new damping each time": lambda: (
+            fisher.inverse(damping=curvlab.Additive(next(alphas))) @ slope
+        ),
+        "samples, a new damping each time": lambda: fisher.sample(2, damping=curvlab.Mixed(next(alphas))),
+        "copy": lambda: fisher.to(torch.float64),
+        "frame of a solution": lambda: curvlab.solve("kfi", fisher, slope, alpha=next(alphas)).frame(),
         "step of the optimizer": lambda: optimizer.step(*batch(0)),
     }
-    for provider in ("fisher", "fisher[kind=mc]", "gauss-newton", "pch-1"):
+    exact = ("fisher[kind=exact]", "gauss-newton[kind=exact]", "hessian")
+    for provider in ("fisher", "fisher[kind=mc]", "gauss-newton", "pch-1", "pch[kind=rows]", *exact):
         found[f"estimate {provider}"] = lambda provider=provider: curvlab.estimate(provider, problem)
     for solver in ("kfi", "sm-kfi", "cg", "ea-cg", "exact"):
         found[f"solve {solver}, a new alpha each time"] = lambda solver=solver: curvlab.solve(
@@ -163,7 +174,9 @@ def test_memory_is_flat_over_two_thousand_calls(name: str, judge: Judge) -> None
 
 def studies(folder: Path) -> dict[str, Callable[[], Any]]:
     return {
-        "compare": lambda: compare(TINY, ["fisher"], ["kfi"], repetitions=1, output=folder / "c", fresh=True),
+        "compare": lambda: compare(
+            TINY, ["fisher"], ["kfi"], **ONE_SCENE, repetitions=1, output=folder / "c", fresh=True
+        ),
         "load": lambda: load_comparison(folder / "c"),
         "train": lambda: train(TrainPlan(TINY, epochs=1), folder / "t", fresh=True),
         "store": lambda: Store(folder / "c").rows(),

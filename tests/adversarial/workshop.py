@@ -10,6 +10,7 @@ from pathlib import Path
 
 from curvlab.studies.compare.run import compare
 from curvlab.studies.setup import Setup
+from tests.cases import ONE_SCENE
 
 __all__ = ["TINY", "make_workshop"]
 
@@ -128,4 +129,4 @@ def make_workshop(folder: Path) -> None:
     (folder / "foreign" / "results.jsonl").write_text('{"name": "somebody else"}\n')
     (folder / "trained").mkdir()
     (folder / "trained" / "results.jsonl").write_text(json.dumps({"key": "k", "kind": "epoch"}) + "\n")
-    compare(TINY, ["fisher"], ["kfi"], repetitions=1, output=folder / "finished")
+    compare(TINY, ["fisher"], ["kfi"], **ONE_SCENE, repetitions=1, output=folder / "finished")

@@ -21,6 +21,8 @@ __all__ = ["error_heatmap"]
 LABELS = {
     "error": "bias blocks: distance from the absolute Hessian |H|",
     "relative": "bias blocks: relative distance from the absolute Hessian |H|",
+    "weight_error": "weight blocks: distance from the Hessian H",
+    "weight_relative": "weight blocks: relative distance from the Hessian H",
 }
 FAINTEST = 1e-3  # of the largest: what is smaller has the lightest colour, or rounding would take all others
 

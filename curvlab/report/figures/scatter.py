@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -144,11 +145,11 @@ FAR = 16  # points, from which a line leads from the name to its point
 def _name_points(
     ax: Axes, look: Look, pairs: Sequence[Candidate], ahead: Sequence[Candidate], unit: Unit
 ) -> None:
-    """The names on the front, each at the first place where it covers no marker, whisker or other name."""
+    """The names on the front, each at the first place where it covers no marker, whisker, line or name."""
     figure = ax.get_figure(root=True)
     assert figure is not None
     figure.draw_without_rendering()  # the legend takes its room, and the axes have their final width
-    taken = [_extent(ax, pair, unit) for pair in pairs]
+    taken = [*(_extent(ax, pair, unit) for pair in pairs), *_stairs(ax, undominated(pairs), unit)]
     inside = ax.get_window_extent()
     for pair in ahead:
         best: tuple[float, Annotation] | None = None
@@ -177,6 +178,16 @@ def _extent(ax: Axes, pair: Candidate, unit: Unit) -> Bbox:
         place((x / unit.size, 100 * pair.error)) for x in (_lower_end(pair), pair.cost + pair.spread / 2)
     )
     return Bbox([[left - 6, y - 6], [right + 6, y + 6]])
+
+
+def _stairs(ax: Axes, ahead: Sequence[Candidate], unit: Unit) -> list[Bbox]:
+    """The pieces of the dashed line, in pixels, along and then down to the next pair."""
+    places = [ax.transData.transform((pair.cost / unit.size, 100 * pair.error)) for pair in ahead]
+    found = []
+    for (left, high), (right, low) in pairwise(places):
+        found.append(Bbox([[left, high - 2], [right, high + 2]]))
+        found.append(Bbox([[right - 2, min(low, high)], [right + 2, max(low, high)]]))
+    return found
 
 
 def _overlap(one: Bbox, other: Bbox) -> float:

@@ -23,7 +23,7 @@ from curvlab.measure.stopwatch import Elapsed, calls_lasting
 from curvlab.problem import Problem
 from curvlab.studies.compare.descent import backpropagate
 from curvlab.studies.compare.resources import Pair, fresh
-from curvlab.studies.compare.timing import MIN_SECONDS, Stopwatch
+from curvlab.studies.compare.timing import MIN_SECONDS, Patience, Stopwatch
 
 __all__ = ["CONTROLS", "TIMED", "ControlWatch", "control_usage", "gradient_step"]
 
@@ -93,8 +93,10 @@ class ControlWatch(Stopwatch):
     True
     """
 
-    def __init__(self, control: str, problem: Problem, alpha: float) -> None:
-        super().__init__(Pair(control, "", alpha), problem)
+    def __init__(
+        self, control: str, problem: Problem, alpha: float, patience: Patience | None = None
+    ) -> None:
+        super().__init__(Pair(control, "", alpha), problem, patience=patience)
         self._run = _runner(control, problem, alpha)
 
     def _warm_up(self) -> int:

@@ -14,6 +14,19 @@ largest deviation of a draw tells how many independent comparisons the pairs are
 (Bonferroni's). Student's t with the degrees of freedom of the trimmed mean then gives c, because with few
 rounds the draws alone are too narrow. `confidence` is 0.98 by default: of two equal contestants one is
 preferred in about 2 of 100 comparisons, and heavy tails leave that below 5.
+
+Against a control (`below_control`) rounds are draws, of which there are often three, too few for each
+contestant's own spread. With x_i the logarithms of contestant i over the control, n of them, and K of those
+
+    s_i² = variance of x_i,   s² = mean of s_i² over the contestants
+    i is below the control where   mean x_i < − t · max(s, s_i) / √n,   t = Student's t of K(n − 1) at 2 % / K
+
+Where the contestants' noise is independent, this is Bonferroni's bound on naming any of them by chance. Where
+all move together there is one comparison in truth, and s has n − 1 degrees of freedom instead of K(n − 1):
+the two errors cancel nearly. What lies between costs up to twice that, so that of equal methods one is
+named in at most 5 of 100 comparisons (`tests/test_decisions.py` plants all of these).
+With fewer than three rounds nothing is known of the noise: each has to be below by a quarter (`ALONE`), which
+draws of equal methods that scatter by 10 % are not.
 """
 
 from __future__ import annotations
@@ -26,16 +39,19 @@ from typing import Literal
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
-from scipy import stats
+from scipy.special import ndtr, stdtrit
 
 from curvlab.exceptions import ArgumentError
 
-__all__ = ["CONFIDENCE", "Decision", "Difference", "decide"]
+__all__ = ["CONFIDENCE", "Decision", "Difference", "below_control", "decide"]
 
 CONFIDENCE = 0.98
 DRAWS = 1000
 TRIMMED = 0.2
 TRIMS_FROM = 10  # rounds: with fewer, what is cut off costs more than outliers do
+ERROR_RATE = 0.02
+ALONE = 0.25
+FEW = 3  # rounds: with fewer, their spread says nothing
 CHUNK = 4_000_000  # numbers that are drawn at a time
 
 Scale = Literal["ratio", "difference"]
@@ -182,6 +198,40 @@ def decide(
     )
 
 
+def below_control(ratios: Mapping[str, Sequence[float]], error_rate: float = ERROR_RATE) -> dict[str, bool]:
+    """Which contestants are below the control beyond the noise, all of them judged together.
+
+    Args:
+        ratios: by name the contestant's value over the control's, above 0, round by round; NaN where a round
+            has none.
+        error_rate: how often one of contestants that equal the control may be named.
+
+    >>> below_control({"better": [0.5, 0.55, 0.52], "equal": [0.97, 1.05, 1.01]})
+    {'better': True, 'equal': False}
+    """
+    logs = {name: np.log(_finite(values)) for name, values in ratios.items()}
+    several = {name: x for name, x in logs.items() if len(x) >= FEW}
+    freedom = sum(len(x) - 1 for x in several.values())
+    pooled = sum(float(((x - x.mean()) ** 2).sum()) for x in several.values()) / max(freedom, 1)
+    factor = float(-stdtrit(freedom, error_rate / len(several))) if several else math.inf
+    found = {}
+    for name, x in logs.items():
+        if name in several:
+            noise = math.sqrt(max(pooled, float(x.var(ddof=1))) / len(x))
+            found[name] = float(x.mean()) < -factor * noise
+        else:
+            found[name] = bool(len(x)) and float(x.max()) < math.log1p(-ALONE)
+    return found
+
+
+def _finite(values: Sequence[float]) -> Numbers:
+    known = np.asarray(values, dtype=float)
+    known = known[np.isfinite(known)]
+    if (known <= 0).any():
+        raise ArgumentError("a ratio to the control needs numbers above 0; put a floor under both")
+    return known
+
+
 def _complete_rounds(
     measured: Mapping[str, Sequence[float]], scale: Scale
 ) -> tuple[tuple[str, ...], Numbers]:
@@ -256,9 +306,9 @@ def _factor(located: Numbers, middle: Numbers, rounds: int, pairs: int, confiden
     worth = 1.0
     if moving.any():
         largest = (np.abs(located - middle)[:, moving] / deviation[moving]).max(axis=1)
-        reached = 2 * stats.norm.sf(np.quantile(largest, confidence))
+        reached = 2 * ndtr(-np.quantile(largest, confidence))
         worth = float(np.clip((1 - confidence) / max(reached, 1e-300), 1, pairs))
-    return float(stats.t.isf((1 - confidence) / worth / 2, freedom))
+    return float(-stdtrit(freedom, (1 - confidence) / worth / 2))
 
 
 def _cut(rounds: int) -> int:

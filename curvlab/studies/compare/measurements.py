@@ -18,9 +18,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ from curvlab.measure.source import source_hash
 from curvlab.problem import Problem
 from curvlab.providers import estimate
 from curvlab.solvers import Solution, solve
+from curvlab.solvers.registry import solvers
 from curvlab.studies.compare.controls import ControlWatch, control_usage, gradient_step
 from curvlab.studies.compare.descent import DescentBench, predicted_decrease
 from curvlab.studies.compare.newton import Closeness, Newton, NewtonReference
@@ -48,7 +49,7 @@ from curvlab.studies.compare.scenes import Scene, SceneProblems
 from curvlab.studies.compare.settings import Settings, damping_of
 from curvlab.studies.compare.spectra import largest_of_hessian, layer_spectra
 from curvlab.studies.compare.tasks import Kind, Task
-from curvlab.studies.compare.timing import Stopwatch
+from curvlab.studies.compare.timing import Patience, Stopwatch
 from curvlab.studies.schema import extra_columns
 from curvlab.studies.small.errors import errors
 from curvlab.studies.small.fake_problem import fake_problem
@@ -61,6 +62,7 @@ __all__ = ["Cell", "failure", "run_task"]
 
 REFUSALS = (PairError, ProblemError, MatrixFreeError, SpecError)
 MESSAGE = 500
+PLANNED_ITERATIONS = 3
 SWEEP_OPERATIONS = 2e9  # of a gradient, up to which steps are measured at several dampings
 
 
@@ -116,6 +118,7 @@ class _Bench:
         self.settings = problems.settings
         self._newton: dict[float, Newton] = {}
         self._watches: dict[Pair | str, Stopwatch] = {}
+        self._patience = Patience()
 
     @cached_property
     def reference(self) -> NewtonReference:
@@ -172,12 +175,12 @@ class _Bench:
 
     def watch(self, pair: Pair) -> Stopwatch:
         """The stopwatch of a pair."""
-        return self._watches.setdefault(pair, Stopwatch(pair, self.problem))
+        return self._watches.setdefault(pair, Stopwatch(pair, self.problem, patience=self._patience))
 
     def control_watch(self, control: str) -> Stopwatch:
         """The stopwatch of a control."""
         if control not in self._watches:
-            self._watches[control] = ControlWatch(control, self.problem, self.settings.alpha)
+            self._watches[control] = ControlWatch(control, self.problem, self.settings.alpha, self._patience)
         return self._watches[control]
 
 
@@ -400,10 +403,17 @@ def _closeness(close: Closeness) -> Row:
 
 
 def _planned(pair: Pair, problem: Problem) -> int | None:
-    """The peak that fake tensors predict; None where a provider or solver cannot run on them."""
+    """The peak that fake tensors predict; None where a provider or solver cannot run on them.
+
+    Iterations without values never converge, and after the first few each needs what the last one did:
+    planning all that are allowed would take longer than all the rest of a pair's cell.
+    """
+    solver: Any = solvers.make(pair.solver)
+    if getattr(solver, "max_iter", 0) > PLANNED_ITERATIONS:
+        solver = replace(solver, max_iter=PLANNED_ITERATIONS)
     try:
         with fake_problem(problem) as fake:
-            return memory(pair, fake).peak_bytes
+            return memory(replace(pair, solver=solver), fake).peak_bytes
     except Exception:
         return None
 

@@ -31,7 +31,7 @@ from curvlab.studies.compare.race import planned_tasks, race_tasks
 from curvlab.studies.compare.row_check import row_problem
 from curvlab.studies.compare.settings import Settings, build
 from curvlab.studies.compare.tasks import Task, cost_tasks, first_tasks, further_tasks
-from curvlab.studies.executor import Place, place_of, run
+from curvlab.studies.executor import Place, Workers, place_of
 from curvlab.studies.run_lock import run_lock
 from curvlab.studies.schema import settings_of
 from curvlab.studies.setup import Setup
@@ -133,12 +133,14 @@ def run_comparison(
         memory = _Memory()
         study = _study_row(settings, memory)
         memory.append(study)
-        _measure(settings, memory, place, retry, follow)
+        with Workers(place) as workers:
+            _measure(settings, memory, workers, retry, follow)
         return _comparison(settings, study, memory)
     with run_lock(output, "compare") as folder:
         store = Store(folder, fresh=fresh, check=row_problem)
         rows = _FolderRows(folder, settings, store, _study_row(settings, store))
-        _measure(settings, rows, place, retry, follow)
+        with Workers(place) as workers:
+            _measure(settings, rows, workers, retry, follow)
         rows.begin()
         compared = _comparison(settings, rows.study, store)
         write_frames(folder, compared)
@@ -228,7 +230,7 @@ def _device_and_notes(subject: Setup | Problem) -> tuple[torch.device, list[str]
 
 
 def _measure(
-    settings: Settings, rows: _Rows, place: Place, retry: bool, on_progress: Callable[[Progress], None]
+    settings: Settings, rows: _Rows, workers: Workers, retry: bool, on_progress: Callable[[Progress], None]
 ) -> None:
     done = {identity_of(row): row for row in rows.rows()}
     finished = {i for i, row in done.items() if not (retry and row.get("status") == "failed")}
@@ -243,7 +245,7 @@ def _measure(
         """Run what is not finished; how many there were."""
         nonlocal count
         pending = [task for task in tasks if identity_of(task.head) not in finished]
-        for ended in run(run_task, pending, place):
+        for ended in workers.run(run_task, pending):
             row = ended.result if ended.result is not None else failure(ended.argument.head, ended.error)  # type: ignore[arg-type]
             rows.append(row)
             done[identity_of(row)] = row

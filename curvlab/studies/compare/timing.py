@@ -10,9 +10,10 @@ have factorised. One measurement is as many calls as last `MIN_SECONDS` together
 Other programs on the machine. The seconds are those of the wall clock without the time in which the work was
 ready to run and another program had the processor (`curvlab.measure.stopwatch.Elapsed.own`). A measurement
 that waited for more than a tenth of its time is *disturbed*: it is made again, at most `ATTEMPTS` times in
-all, and the one that waited least counts. Each row says what it saw: `wall_seconds` and `cpu_seconds` of a
-call, `waited` as a share of the wall clock, `load` as the number of processors that others kept busy, and
-`attempts`. Where more than a fifth of the rows are disturbed, the times are not trusted
+all, and the one that waited least counts. Where `IN_VAIN` in a row stayed disturbed the machine is busy
+throughout, and none is made again until one is quiet (`Patience`). Each row says what it saw: `wall_seconds`
+and `cpu_seconds` of a call, `waited` as a share of the wall clock, `load` as the number of processors that
+others kept busy, and `attempts`. Where more than a fifth of the rows are disturbed, the times are not trusted
 (`disturbance_words`). Which pair is quicker is decided round by round (`decide_times`).
 """
 
@@ -38,10 +39,11 @@ from curvlab.studies.compare.decisions import CONFIDENCE, Decision, decide
 from curvlab.studies.compare.resources import Pair, fresh
 from curvlab.studies.store import Row
 
-__all__ = ["Measurement", "Phases", "Stopwatch", "decide_times", "disturbance_words"]
+__all__ = ["Measurement", "Patience", "Phases", "Stopwatch", "decide_times", "disturbance_words"]
 
 MIN_SECONDS = 0.01
 ATTEMPTS = 3
+IN_VAIN = 10
 DISTURBED = 0.1
 """A measurement that waited for more than this share of its time was disturbed."""
 TOLERATED = 0.2
@@ -100,14 +102,42 @@ class Measurement:
         }
 
 
+class Patience:
+    """How often a disturbed measurement is made: less where all of the last ones stayed disturbed.
+
+    One is shared by the watches of a comparison, which take turns.
+
+    >>> patience = Patience()
+    >>> for _ in range(IN_VAIN):
+    ...     patience.note(disturbed=True)
+    >>> patience.attempts
+    1
+    """
+
+    def __init__(self) -> None:
+        self._in_vain = 0
+
+    @property
+    def attempts(self) -> int:
+        """How often the next measurement is made at most."""
+        return ATTEMPTS if self._in_vain < IN_VAIN else 1
+
+    def note(self, *, disturbed: bool) -> None:
+        """Take note of how a measurement ended."""
+        self._in_vain = self._in_vain + 1 if disturbed else 0
+
+
 class Stopwatch:
     """Measures one pair on one problem; warms up, and finds how many calls to average, the first time.
 
-    `clock` gives seconds, `time.perf_counter` by default.
+    `clock` gives seconds, `time.perf_counter` by default; `patience` is shared with other watches.
     """
 
-    def __init__(self, pair: Pair, problem: Problem, clock: Clock | None = None) -> None:
+    def __init__(
+        self, pair: Pair, problem: Problem, clock: Clock | None = None, patience: Patience | None = None
+    ) -> None:
         self.pair, self.problem = pair, problem
+        self._patience = patience or Patience()
         self._elapsed = partial(elapsed, device=next(problem.model.parameters()).device, clock=clock)
         self._calls: int | None = None
         self._whole = False
@@ -124,11 +154,12 @@ class Stopwatch:
         if self._calls is None:
             self._calls = self._warm_up()
         best = self._attempt(self._calls, 1)
-        for attempt in range(2, ATTEMPTS + 1):
+        for attempt in range(2, self._patience.attempts + 1):
             if best.waited <= DISTURBED:
                 break
             again = self._attempt(self._calls, attempt)
             best = replace(min(best, again, key=lambda one: one.waited), attempts=attempt)
+        self._patience.note(disturbed=best.waited > DISTURBED)
         return best
 
     def _attempt(self, calls: int, attempt: int) -> Measurement:

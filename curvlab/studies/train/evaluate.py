@@ -16,6 +16,7 @@ from torch import nn
 from curvlab.criteria import Criterion
 from curvlab.data import Examples
 from curvlab.data.dataset import Batches
+from curvlab.distributed.agreement import agree
 from curvlab.distributed.communicator import LOCAL, Communicator
 from curvlab.distributed.launch import shard
 from curvlab.model.terms import LossTerms
@@ -41,24 +42,33 @@ def evaluate(
 
     Sums are in float64, and on the host: not every device has it.
     """
+    device = next(model.parameters()).device
+    sums = agree(communicator, lambda: _sums(model, criterion, examples, communicator), on=device)
+    if communicator.size > 1:
+        sums = communicator.sum(torch.tensor(sums, dtype=torch.float64, device=device)).tolist()
+    total, weight, correct = sums
+    accuracy = correct / examples.labels.numel() if examples.labels is not None else nan
+    return Score(total / weight if weight else nan, accuracy)
+
+
+def _sums(
+    model: nn.Module, criterion: Criterion, examples: Examples, communicator: Communicator
+) -> list[float]:
+    """Σ c_i ξ_i, Σ c_i and the number of right answers of this rank's examples."""
     total = weight = correct = 0.0
     for inputs, targets in _chunks(examples, communicator):
         logits = model(inputs)
         if logits.ndim > 2:
             terms = LossTerms.of(criterion, logits, targets)
             logits, targets = terms.logits, terms.targets
+        criterion.check_targets(logits, targets)
         weights = criterion.weights(logits, targets)
         weights = logits.new_ones(len(logits)) if weights is None else weights
         total += float((weights * criterion.losses(logits, targets)).cpu().double().sum())
         weight += float(weights.cpu().double().sum())
         if examples.labels is not None:
             correct += float((logits.argmax(1) == targets).sum())
-    if communicator.size > 1:
-        device = next(model.parameters()).device
-        sums = torch.tensor([total, weight, correct], dtype=torch.float64, device=device)
-        total, weight, correct = communicator.sum(sums).tolist()
-    accuracy = correct / examples.labels.numel() if examples.labels is not None else nan
-    return Score(total / weight if weight else nan, accuracy)
+    return [total, weight, correct]
 
 
 def _chunks(examples: Examples, communicator: Communicator) -> Batches:

@@ -3,6 +3,7 @@
     config.toml  environment.json             the plan and what else the result depends on
     results.jsonl  metrics.csv                one row per epoch
     checkpoint.safetensors                    model, optimizer, position, random state, rows
+    curvature.csv                             what `--track` has measured
     learning-curve.png
     previous-1/  previous-2/  …               runs that a fresh one has set aside, each as it was
 
@@ -42,6 +43,9 @@ OUTPUTS = (
     "results.jsonl",
     "results.rejected.jsonl",
     "metrics.csv",
+    "curvature.csv",
+    "curvature.html",
+    "curvature.md",
     "learning-curve.png",
     CHECKPOINT,
 )
@@ -51,6 +55,7 @@ class Resumable(Protocol):
     """What the folder keeps of a run: its rows, and its state as a tree that brings it back."""
 
     rows: list[Row]
+    tracked: list[Row]
 
     def state(self) -> dict[str, Any]:
         """All that the run needs to go on."""
@@ -141,6 +146,8 @@ class TrainFolder:
             store.append(row)
         if new or not (self.path / "metrics.csv").exists():
             write_text_atomic(self.path / "metrics.csv", csv_text(frame_of(run.rows)))
+        if run.tracked:
+            write_text_atomic(self.path / "curvature.csv", csv_text(pd.DataFrame(run.tracked)))
 
     def _read_config(self) -> dict[str, Any] | None:
         path = self.path / "config.toml"

@@ -18,7 +18,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, make_dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from curvlab import defaults, imports
 from curvlab.exceptions import SpecError, UserCodeError
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from curvlab.criteria import Criterion
     from curvlab.distributed.communicator import Communicator
+    from curvlab.model.terms import LossTerms
 
 __all__ = [
     "LBFGS",
@@ -45,6 +46,8 @@ __all__ = [
     "check_rate",
     "optimizers",
 ]
+
+R = TypeVar("R")
 
 
 class Stepper(Protocol):
@@ -62,6 +65,25 @@ class Stepper(Protocol):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Forward:
+    """A batch's logits with their graph, and the loss of each of its rows: the examples, or loss terms."""
+
+    logits: Tensor
+    terms: LossTerms | None
+    gradients: Tensor
+    losses: Tensor
+    weights: Tensor
+    weighted: bool
+
+    def cotangents(self, weights: Tensor) -> Tensor:
+        """What is sent back through the logits, for a weight of each row."""
+        if self.terms is None:
+            return self.gradients * weights[:, None]
+        by_example = weights.reshape(self.terms.examples, self.terms.per_example)
+        return self.terms.as_logits(self.gradients, by_example)
 
 
 class GradientSteps:
@@ -98,39 +120,44 @@ class GradientSteps:
         return losses[0]
 
     def _backpropagate(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        passed = self._on_all_ranks(lambda: self._forward(inputs, targets))
+        weights = passed.weights / self._total_weight(passed)
+        self._on_all_ranks(lambda: passed.logits.backward(passed.cotangents(weights)))
+        return self._reduce(weights @ passed.losses)
+
+    def _on_all_ranks(self, function: Callable[[], R]) -> R:
+        """What `function` returns; where it raises on one rank, all raise instead of waiting for its sums."""
+        from curvlab.distributed.agreement import agree
+
+        return agree(self.communicator, function, on=next(self.model.parameters()).device)
+
+    def _forward(self, inputs: Tensor, targets: Tensor) -> _Forward:
         import torch
+
+        from curvlab.model.terms import LossTerms
 
         with torch.enable_grad():
             logits = self.model(inputs)
-        if logits.ndim > 2:
-            return self._backpropagate_terms(logits, targets)
-        values = logits.detach()
-        weights = self._row_weights(values, targets)
-        logits.backward(self.criterion.gradients(values, targets) * weights[:, None])
-        return self._reduce(weights @ self.criterion.losses(values, targets))
+        rows, terms = logits.detach(), None
+        if logits.ndim > 2:  # an example has several predictions, each with a target of its own
+            terms = LossTerms.of(self.criterion, logits, targets)
+            rows, targets = terms.logits, terms.targets
+        self.criterion.check_targets(rows, targets)
+        given = self.criterion.weights(rows, targets)
+        weights = rows.new_ones(len(rows)) if given is None else given
+        gradients, losses = self.criterion.gradients(rows, targets), self.criterion.losses(rows, targets)
+        return _Forward(logits, terms, gradients, losses, weights, given is not None)
 
-    def _backpropagate_terms(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The same where an example has several predictions, each with a target of its own."""
-        from curvlab.model.terms import LossTerms
-
-        terms = LossTerms.of(self.criterion, logits, targets)
-        weights = self._row_weights(terms.logits, terms.targets)
-        gradients = self.criterion.gradients(terms.logits, terms.targets)
-        logits.backward(terms.as_logits(gradients, weights.reshape(terms.examples, terms.per_example)))
-        return self._reduce(weights @ self.criterion.losses(terms.logits, terms.targets))
-
-    def _row_weights(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """c_i / Σ c_j, the sum over the rows of all ranks."""
+    def _total_weight(self, passed: _Forward) -> Tensor:
+        """Σ c_j over the rows of all ranks."""
         from curvlab.measure import device
         from curvlab.model.recording import AllWeightsZeroError
 
-        given = self.criterion.weights(logits, targets)
-        weights = logits.new_ones(len(logits)) if given is None else given
-        total = self.communicator.sum(weights.sum())
+        total = self.communicator.sum(passed.weights.sum())
         # Without weights the sum is the number of examples, and a batch has at least one.
-        if given is not None and device.readable(total) and not bool(total > 0):
+        if passed.weighted and device.readable(total) and not bool(total > 0):
             raise AllWeightsZeroError
-        return weights / total
+        return total
 
     def _reduce(self, loss: Tensor) -> Tensor:
         """Add up the gradients and the loss over all ranks, in one all-reduce."""

@@ -38,11 +38,13 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from curvlab.data import Examples
+from curvlab.criteria import Criterion
+from curvlab.data import Dataset, Examples
+from curvlab.distributed.agreement import agree
 from curvlab.distributed.communicator import LOCAL, Communicator, communicator_of
 from curvlab.distributed.launch import rank_batches
 from curvlab.exceptions import PairError, ProblemError, SolveError
@@ -60,6 +62,8 @@ from curvlab.studies.train.plateau import Plateau, plateau_note, stays_on_platea
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from curvlab.studies.train.tracking import Tracking
 
 __all__ = ["OK", "TrainPlan", "TrainProgress", "TrainRun", "train"]
 
@@ -107,6 +111,7 @@ def train(
     draw: Callable[[pd.DataFrame, str], bytes] | None = None,
     process_group: ProcessGroup | None = None,
     count_memory: bool = True,
+    track: Tracking | None = None,
 ) -> pd.DataFrame:
     """Train as `plan` says and return one row per epoch, the first of them before training.
 
@@ -127,6 +132,8 @@ def train(
             plan, up to rounding, and any number of ranks may resume it.
         count_memory: whether the first step of every epoch is watched for its peak, which takes as long as
             many steps of a small network; without, `peak_bytes` is NaN.
+        track: what to measure of the curvature along the way, on the first rank; the folder has the numbers
+            as curvature.csv.
 
     >>> from curvlab.studies.setup import Setup
     >>> frame = train(TrainPlan(Setup(data="digits[train=200]", batch=100), epochs=1))
@@ -140,6 +147,8 @@ def train(
         run = TrainRun(plan, communicator, count_memory)
         _restore(run, outputs)
         run.begin()
+        if track is not None and run.communicator.rank == 0:
+            observe = _both(observe, track.observer(run))
         _carry_out(run, outputs, on_progress, observe, should_stop, checkpoint_seconds, checkpoint_steps)
         if outputs is not None and draw is not None:
             outputs.draw(run, draw)
@@ -173,6 +182,17 @@ def _restore(run: TrainRun, outputs: TrainFolder | None) -> None:
     state = run.communicator.first_rank(restored)
     if run.communicator.rank:
         run.restore(state)
+
+
+def _both(
+    first: Callable[[TrainRun], None] | None, second: Callable[[TrainRun], None]
+) -> Callable[[TrainRun], None]:
+    def observe(run: TrainRun) -> None:
+        if first is not None:
+            first(run)
+        second(run)
+
+    return observe
 
 
 def _carry_out(
@@ -264,12 +284,9 @@ class TrainRun:
         self, plan: TrainPlan, communicator: Communicator = LOCAL, count_memory: bool = True
     ) -> None:
         self.plan, self.communicator, self.count_memory = plan.resolve(), communicator, count_memory
-        setup = self.plan.setup
-        self.device = devices.resolve(setup.device)
-        self.data = self.plan.load_data().to(self.device, setup.torch_dtype)
-        # One function for all optimizers: layers that are random in training mode stay quiet.
-        self.model = self.plan.build_model().eval()
-        self.criterion = setup.build_criterion()
+        self.device = devices.resolve(self.plan.setup.device)
+        # A rank without the data ends all of them.
+        self.data, self.model, self.criterion = agree(communicator, self._subject, on=self.device)
         self.stepper = self.plan.spec.build(self.model, self.criterion, communicator)
         self.rates = [float(group["lr"]) for group in self.stepper.param_groups]
         self.evaluated = self._evaluated()
@@ -279,7 +296,15 @@ class TrainRun:
         self.tally = Tally()
         self.status = OK
         self.rows: list[Row] = []
+        self.tracked: list[Row] = []
         self._batches: Iterator[tuple[Tensor, Tensor]] | None = None
+
+    def _subject(self) -> tuple[Dataset, nn.Module, Criterion]:
+        """The data, the model and the criterion."""
+        setup = self.plan.setup
+        data = self.plan.load_data().to(self.device, setup.torch_dtype)
+        # One function for all optimizers: layers that are random in training mode stay quiet.
+        return data, self.plan.build_model().eval(), setup.build_criterion()
 
     def _evaluated(self) -> Examples:
         train = self.data.train
@@ -468,6 +493,7 @@ class TrainRun:
             "status": self.status,
             "tally": dict(vars(self.tally)),
             "rows": self.rows,
+            "tracked": self.tracked,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -481,6 +507,7 @@ class TrainRun:
         self.closed_cpu = state["closed_cpu"]
         self.last_loss, self.status = state["last_loss"], state["status"]
         self.tally, self.rows = Tally(**state["tally"]), list(state["rows"])
+        self.tracked = list(state.get("tracked", ()))  # which runs of before do not have
 
 
 def _tensors(tree: Any) -> list[Tensor]:
