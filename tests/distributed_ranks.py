@@ -45,6 +45,17 @@ PROVIDERS = (
     "hessian[full=true]",
 )
 STREAMED = ("fisher[kind=mc,samples=2,seed=3]", "gauss-newton[kind=exact]", "pch-1", "hessian")
+ON_GRAPHS = (
+    "hessian",
+    "fisher",
+    "gauss-newton[kind=exact]",
+    "pch[kind=exact]",
+    "pch[kind=rows,samples=2]",
+    "hessian[kind=rows,samples=2]",
+    "fisher[structure=layer]",
+    "gauss-newton[kind=rows,structure=full]",
+    "pch[kind=rows,structure=ekfac]",
+)
 SOLVERS = ("kfi", "sm-kfi", "cg[max_iter=8]", "ea-cg[max_iter=8]", "exact")
 MATRIX_FREE = ("gauss-newton[kind=exact]", "hessian", "hessian[full=true]")
 STEPS = 50
@@ -158,7 +169,7 @@ def graphs_and_streams(group: Any) -> Results:
     model = Residual()
     for name in ("uneven", "last empty"):
         problem = curvlab.Problem(model, "cross-entropy", *part(cut(name, group.rank()), inputs, targets))
-        for provider in ("hessian", "fisher", "gauss-newton[kind=exact]"):
+        for provider in ON_GRAPHS:
             found[name, provider] = facts(curvlab.estimate(provider, problem, process_group=group))
     batches = list(zip(inputs[rows].split(3), targets[rows].split(3), strict=True))
     streamed = curvlab.Problem(chain(), weighted(), batches)

@@ -125,7 +125,7 @@ def test_solves_shared_out_over_ranks_are_those_of_one(
 
 
 @pytest.mark.parametrize("cut", ["uneven", "last empty"])
-@pytest.mark.parametrize("provider", ["hessian", "fisher", "gauss-newton[kind=exact]"])
+@pytest.mark.parametrize("provider", ranks.ON_GRAPHS)
 def test_models_that_are_no_chain_are_joined_too(found: Any, cut: str, provider: str) -> None:
     whole = curvlab.Problem(ranks.Residual(), "cross-entropy", *ranks.batch())
     expected = ranks.facts(curvlab.estimate(provider, whole))

@@ -433,7 +433,7 @@ def test_spring_continues_from_a_state_and_refuses_momentum() -> None:
     first.step(inputs, targets)
     twin = copy.deepcopy(model)
     second = SecondOrder(twin, "cross-entropy", **settings)
-    second.load_state_dict(first.state_dict())
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
     first.step(inputs, targets)
     second.step(inputs, targets)
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):

@@ -340,9 +340,10 @@ def _join(plus: ExampleFactor, minus: ExampleFactor) -> ExampleFactor:
 def _signed_eigenvectors(kernel: Tensor, signs: Tensor) -> tuple[Tensor, Tensor]:
     """T and λ with Vᵀ diag(s) V = Σ_a λ_a q_a q_aᵀ, the q_a = Vᵀ T_a orthonormal, for rows with VVᵀ = K."""
     squares, vectors = torch.linalg.eigh(kernel)
+    # A dropped direction has root 0 and stays, with λ = 0: which ones these are is not read.
     held = squares > DROPPED * squares[-1]
-    squares, vectors = squares[held], vectors[:, held]
-    roots = squares.sqrt()
+    roots = torch.where(held, squares, 0).sqrt()
+    inverse = torch.where(held, 1 / torch.where(held, roots, 1), 0)
     inner = (vectors * signs[:, None]).T @ vectors * torch.outer(roots, roots)
     values, turn = torch.linalg.eigh((inner + inner.T) / 2)
-    return (vectors / roots) @ turn, values
+    return (vectors * inverse) @ turn, values

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from curvlab.exceptions import ProblemError
+from curvlab.measure import device
 
 __all__ = [
     "CurvatureRoot",
@@ -299,8 +300,8 @@ class CurvatureRoot:
 
     @property
     def zero(self) -> bool:
-        """Whether it is zero."""
-        return not bool((self.values > 0).any())
+        """Whether it is known to be zero."""
+        return device.readable(self.values) and not bool((self.values > 0).any())
 
     def column(self, group: int, index: int) -> Tensor:
         """√|λ| q for one eigenvector q of a group, (n,): with these in the place of N, N Nᵀ is the same."""

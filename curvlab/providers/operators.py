@@ -10,7 +10,7 @@ that each further product is one or two backward passes; a stream is run again f
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from curvlab.model.recording import ChainRecording, GraphRecording
 from curvlab.problem import Problem
 from curvlab.providers.base import ProblemSnapshot
 
-__all__ = ["ModelOperator", "products_at_once"]
+__all__ = ["ModelOperator", "WeightedBatch", "products_at_once"]
 
 Which = Literal["hessian", "gauss_newton"]
 
@@ -47,6 +47,14 @@ def products_at_once(problem: Problem) -> int:
     return min(MOST_AT_ONCE, max(1, ENTRIES_AT_ONCE // max(entries, 1)))
 
 
+class WeightedBatch(Protocol):
+    """A batch with its graphs, as far as the mean over several goes."""
+
+    @property
+    def total_weight(self) -> Tensor:
+        """Σ c_i."""
+
+
 class ModelOperator:
     """Products with one of the two matrices of a problem's data, by parameter name."""
 
@@ -61,7 +69,7 @@ class ModelOperator:
         )
         self._held: BatchProducts | None = None
 
-    def _batches(self) -> Iterator[BatchProducts]:
+    def _batches(self) -> Iterator[WeightedBatch]:
         """The batches with their graphs; that of a single one is kept."""
         self.snapshot.check_unchanged()
         if self._held is not None:
@@ -85,8 +93,9 @@ class ModelOperator:
         total = torch.stack(weights).sum()
         return {name: value / total for name, value in sums.items()}
 
-    def _of_batch(self, batch: BatchProducts, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _of_batch(self, batch: WeightedBatch, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The product with one batch's sum."""
+        assert isinstance(batch, BatchProducts)
         return batch.hessian(vectors) if self.which == "hessian" else batch.gauss_newton(vectors)
 
     def full_product(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -14,14 +14,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
-import torch
 from torch import Tensor
 
-from curvlab.model.augmented import AugmentedBatch, augmented
+from curvlab.model.augmented import AugmentedBatch, ChainAugmented, GraphAugmented, augmented
 from curvlab.model.nodes import CurvatureRoot
 from curvlab.model.recording import Recording
 from curvlab.problem import Problem
-from curvlab.providers.operators import ModelOperator
+from curvlab.providers.operators import ModelOperator, WeightedBatch
 
 __all__ = ["PositiveHessian"]
 
@@ -38,8 +37,7 @@ class PositiveHessian(ModelOperator):
     def _roots(self) -> tuple[CurvatureRoot, ...]:
         return tuple(CurvatureRoot.positive(mean, self._gamma) for mean in self._means)
 
-    def _augmented(self) -> Iterator[AugmentedBatch]:
-        """The batches with their graphs; that of a single one is kept."""
+    def _batches(self) -> Iterator[WeightedBatch]:
         self.snapshot.check_unchanged()
         if self._batch is not None:
             yield self._batch
@@ -50,16 +48,9 @@ class PositiveHessian(ModelOperator):
                 self._batch = made
             yield made
 
-    def products(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        sums: dict[str, Tensor] = {}
-        weights = []
-        for batch in self._augmented():
-            found = batch.product(vectors, self)
-            # Not in place: under vmap the values are batches.
-            sums = found if not sums else {name: sums[name] + value for name, value in found.items()}
-            weights.append(batch.total_weight)
-        total = torch.stack(weights).sum()
-        return {name: value / total for name, value in sums.items()}
+    def _of_batch(self, batch: WeightedBatch, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        assert isinstance(batch, ChainAugmented | GraphAugmented)
+        return batch.product(vectors, self)
 
     def at_logits(self, recording: Recording, vectors: Tensor) -> Tensor:
         """PosEig(∇²ξ_i) y; of a convex criterion ∇²ξ_i itself."""
