@@ -69,7 +69,7 @@ def _times_input_inverse(inputs: InputFactors, system: FactoredSystem) -> Callab
     if system.kind == "mean":
         a = inputs.mean[..., None]
         square = a.square().sum((-2, -1), keepdim=a.ndim == 3)
-        return lambda g: (g - (g @ a) @ (a.mT / (gamma + square))) / gamma
+        return lambda g: (g - (g @ a) * (a.mT / (gamma + square))) / gamma
     if isinstance(inputs.full, DiagonalFactor):
         diagonal = _require_positive(_require_finite(inputs.full.values) + gamma)
         return lambda g: g / diagonal
@@ -118,7 +118,7 @@ def weight_operator(layer: LayerCurvature, damping: Damping, kind: InputKind) ->
     make = FunctionOperator if b.count == 1 else StackOperator
     if kind == "mean":
         a = inputs.mean[..., None]
-        return make(lambda x: scale * (b.matmul(x @ a) @ a.mT) + shift * x)
+        return make(lambda x: scale * (b.matmul(x @ a) * a.mT) + shift * x)
     full = inputs.full
     if isinstance(full, DiagonalFactor):
         return make(lambda x: scale * (b.matmul(x) * full.values) + shift * x)
