@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from curvlab.linalg.views import Layout
+from curvlab.measure import device
 
 __all__ = ["CHUNK_ENTRIES", "Use", "WeightUse", "constant_value"]
 
@@ -181,10 +182,12 @@ class WeightUse(Use):
 
 
 def constant_value(values: Tensor) -> float | None:
-    """The number that all `values` are, None where they differ.
+    """The number that all `values` are, None where they differ; without values they are taken for equal.
 
     >>> constant_value(torch.full((2, 3), 0.5)), constant_value(torch.arange(3.0))
     (0.5, None)
     """
+    if not device.readable(values):
+        return 1.0  # as those of a batch without class weights or masks are
     low, high = values.aminmax()
     return float(low) if bool(low == high) else None
