@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 import curvlab
 from curvlab.exceptions import SpecError
@@ -106,3 +107,45 @@ def test_sizes_read_as_people_write_them(text, count):
 def test_other_sizes_are_refused_with_an_example(text):
     with pytest.raises(SpecError, match="11GB"):
         bytes_of(text)
+
+
+def _tokens() -> curvlab.Problem:
+    """A loss for each token, some of which are left out: weights that differ between positions."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(7, 4), nn.LayerNorm(4), nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 5))
+    targets = torch.randint(5, (4, 3))
+    targets[0, 1:] = -100
+    return curvlab.Problem(model, "cross-entropy", torch.randint(7, (4, 3)), targets)
+
+
+def _images() -> curvlab.Problem:
+    torch.manual_seed(0)
+    convolutions = [nn.Conv2d(2, 4, 3, padding=1), nn.SiLU(), nn.Conv2d(4, 4, 3, groups=2), nn.Tanh()]
+    model = nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(4 * 16, 3))
+    return curvlab.Problem(model, "cross-entropy", torch.randn(5, 2, 6, 6), torch.randint(3, (5,)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("provider", "solvers"),
+    [
+        ("fisher", ["kfi", "sm-kfi", "cg[max_iter=2,tol=0]", "ea-cg[max_iter=2,tol=0]", "exact"]),
+        ("fisher[kind=mc,positions=2]", ["kfi"]),
+        ("gauss-newton[kind=rows,samples=1]", ["kfi"]),
+        ("pch[kind=rows]", ["kfi"]),
+        ("pch[kind=rows,poseig=last]", ["ea-cg[max_iter=2,tol=0]"]),
+        ("pch[kind=exact]", ["cg[max_iter=2,tol=0]"]),
+        ("hessian", ["cg[max_iter=2,tol=0]"]),
+        ("gauss-newton[kind=exact]", ["cg[max_iter=2,tol=0]"]),
+        ("fisher[structure=ekfac]", ["exact"]),
+        ("fisher[structure=layer]", ["exact"]),
+    ],
+)
+@pytest.mark.parametrize("made", [_images, pytest.param(_tokens, marks=pytest.mark.long)])
+def test_pairs_on_networks_that_are_no_chains_are_planned_as_they_are_measured(made, provider, solvers):
+    problem = made()
+    frame = plan(problem, [provider], solvers, forms=["sample-space"])
+    assert frame["status"].tolist() == ["ok"] * len(solvers), frame["message"].tolist()
+    for row in frame.to_dict("records"):
+        measured = usage(Pair(provider, row["solver"], 0.05), problem).peak_bytes
+        assert row["peak_bytes"] == pytest.approx(measured, rel=0.15), row["solver"]

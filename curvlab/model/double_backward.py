@@ -40,6 +40,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
 from curvlab.exceptions import ProblemError
+from curvlab.measure import device
 from curvlab.model.decompositions import DECOMPOSITIONS, NotDecomposedError
 
 __all__ = [
@@ -354,5 +355,5 @@ def _refuse_lost_graph(
         if gradient is None:
             continue
         once = gradient.grad_fn is not None and gradient.grad_fn.name().endswith("::Error")
-        if once or (not gradient.requires_grad and bool(gradient.any())):
+        if once or (not gradient.requires_grad and device.readable(gradient) and bool(gradient.any())):
             raise no_second_derivative(f"the autograd.Function `{name}`")

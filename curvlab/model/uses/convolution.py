@@ -17,6 +17,7 @@ from torch import Tensor
 
 from curvlab.exceptions import ProblemError
 from curvlab.linalg.views import Layout
+from curvlab.measure import device
 from curvlab.model.uses.base import WeightUse, constant_value
 from curvlab.model.uses.patches import Patches
 
@@ -182,7 +183,7 @@ class ConvolutionUse(WeightUse):
         per_image = weights.reshape(len(self.inputs), -1)
         sample = self._prepared(self.inputs[:1])
         axis = self._patches.shared_axis(sample.shape[2:])
-        if axis is None or not _equal_along_rows(per_image) or bool((per_image < 0).any()):
+        if axis is None or not _equal_along_rows(per_image) or _any_negative(per_image):
             return self._unfolded_second_moment(per_image)
         roots = per_image[:, 0].sqrt().reshape(-1, *(1,) * (self.inputs.ndim - 1))
         chunks = (
@@ -327,8 +328,12 @@ def _convolution_backward(
 
 
 def _equal_along_rows(values: Tensor) -> bool:
-    """Whether every row of (rows, columns) repeats one number."""
-    return values.stride(1) == 0 or bool((values == values[:, :1]).all())
+    """Whether every row of (rows, columns) repeats one number; without values, as most do, they are."""
+    return values.stride(1) == 0 or not device.readable(values) or bool((values == values[:, :1]).all())
+
+
+def _any_negative(values: Tensor) -> bool:
+    return device.readable(values) and bool((values < 0).any())
 
 
 def _kernel(inputs: Tensor, weight_shape: Sequence[int]) -> tuple[int, ...]:
