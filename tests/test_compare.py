@@ -379,7 +379,7 @@ def test_a_row_does_not_depend_on_what_was_measured_before_it(monkeypatch):
     assert rows("ea-cg", "kfi")[-1] == alone
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_processes_store_the_rows_that_serial_stores(tmp_path):
     ask = (TINY, ["fisher", "pch-1"], ["kfi"])
     serial = compare(*ask, **ONE_SCENE, repetitions=1, output=tmp_path / "serial")

@@ -53,7 +53,10 @@ def check_rows(actual: list[dict[str, Any]], expected: list[dict[str, Any]]) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["second-order[provider=fisher,solver=kfi,ema=0.5]", "sgd[lr=0.1]"])
+@pytest.mark.parametrize(
+    "optimizer",
+    ["second-order[provider=fisher,solver=kfi,ema=0.5]", pytest.param("sgd[lr=0.1]", marks=pytest.mark.long)],
+)
 def test_two_ranks_make_the_run_of_one_process_and_one_resumes_it(tmp_path: Path, optimizer: str) -> None:
     two, one = tmp_path / "two", tmp_path / "one"
     ran = torchrun("--optimizer", optimizer, "--epochs", "2", "-o", str(two), "--json")

@@ -90,7 +90,11 @@ def curvlab_in(folder: Path, start: list[str], *words: str) -> subprocess.Comple
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("as_module", [False, True], ids=["curvlab", "python -m curvlab"])
+@pytest.mark.parametrize(
+    "as_module",
+    [pytest.param(False, marks=pytest.mark.long), True],
+    ids=["curvlab", "python -m curvlab"],
+)
 def test_a_file_named_like_a_package_of_the_report_is_not_imported(as_module, script, write, tmp_path):
     write(study_of_mine=STUDY, widths_of_mine="HIDDEN = 3\n")
     write(matplotlib=TRAP, seaborn=TRAP, jinja2=TRAP)
@@ -115,7 +119,7 @@ def test_a_file_named_like_a_package_that_others_look_for_in_vain_is_not_importe
     assert not (tmp_path / "TRAP").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_worker_processes_load_the_address_and_nothing_else_of_the_folder(script, write, tmp_path):
     write(study_of_mine=STUDY, widths_of_mine="HIDDEN = 3\n")
     write(matplotlib=TRAP, socket=TRAP, selectors=TRAP, tempfile=TRAP)

@@ -176,7 +176,7 @@ def test_regression_is_watched_and_class_balance_is_not_suggested():
 WORDS = ["--arch", DEEP, "--data", DATA, "--batch", "10", "--device", "cpu"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_command_warns_at_the_end_whatever_it_prints_and_when_it_shows_a_finished_run(tmp_path):
     settings = ["--alpha", "1", "--lr", "0.1", "--epochs", "5"]  # α = 1: steps along the gradient
     for more in ([], ["--quiet"], ["--json"]):

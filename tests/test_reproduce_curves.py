@@ -206,7 +206,7 @@ def test_experiments_share_the_runs_they_have_in_common(tiny: None, tmp_path: Pa
     assert (common[0] / "results.jsonl").stat().st_mtime_ns == before[common[0]]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_other_processes_measure_the_same(tmp_path: Path) -> None:
     options = Options("smoke", study=TINY)
     here = reproduce("grid", options, tmp_path / "here")
@@ -268,7 +268,7 @@ def test_findings_on_the_papers_data_are_not_marked(tiny: None, tmp_path: Path) 
     assert "evidence" not in findings
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_figure_s_page_states_the_settings_of_every_run(tiny: None, tmp_path: Path) -> None:
     text = reproduce("pch1-vs-pch2", SMOKE, tmp_path).with_suffix(".md").read_text()
     assert "| optimizer | learning rate | α | momentum |" in text

@@ -360,7 +360,7 @@ def test_reproduce_goes_on_after_a_change_of_the_source_and_its_pages_name_both(
     assert epochs["source"].tolist() == ["a" * 16] * 2 + ["b" * 16] * 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_kind_of_row_that_reproduce_measures_names_its_source(tmp_path, monkeypatch, as_source):
     from curvlab.reproduce import error_tables as error_table
     from curvlab.reproduce import growth_table

@@ -49,7 +49,7 @@ def test_a_registered_column_is_in_the_frame_the_table_and_the_pages(compare: An
         assert "trace of the curvature (all blocks)" in text
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_store_without_the_column_is_measured_again(compare: Any) -> None:
     plain = compare("-p", "fisher", "-s", "kfi")
     assert "trace" not in plain.compared.cells
