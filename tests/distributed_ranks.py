@@ -140,8 +140,8 @@ def curvatures(group: Any) -> Results:
             found[name, *pair] = solve(pair, by_name[pair[0]], gradient)
         first = by_name["fisher"].layers[0]
         found[name, "in the sample space"] = (
-            first.inputs.full is gradient.factored("0.weight").inputs
-            and first.output is gradient.factored("0.weight").gradients
+            first.inputs.full.rows is gradient.factored("0.weight").inputs.rows
+            and first.output.rows is gradient.factored("0.weight").gradients.rows
             and isinstance(gradient.factored("2.weight"), Tensor)
         )
     return found
@@ -261,7 +261,8 @@ def refusals(group: Any) -> Results:
     curvature = curvlab.estimate("pch-1", problem, process_group=group)
     found["changed"] = {name: after[name] for name in after}
     found["both anew"] = after is not before
-    found["still shared"] = curvature.layers[0].inputs.full is after.factored("0.weight").inputs
+    rows = curvature.layers[0].inputs.full.rows
+    found["still shared"] = rows is after.factored("0.weight").inputs.rows
     return found
 
 

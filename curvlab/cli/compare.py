@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -85,10 +89,11 @@ def command(
         _say_what_is_added(output)
     done = 0
     try:
-        with progress_bar(not quiet, "preparing") as show:
+        with _interruptible() as check_interrupted, progress_bar(not quiet, "preparing") as show:
 
             def follow(progress: Progress) -> None:
                 nonlocal done
+                check_interrupted()
                 done = progress.done
                 show(progress.done, progress.total, _label(progress))
 
@@ -127,6 +132,30 @@ def _label(progress: Progress) -> str:
     return " ".join(str(row[name]) for name in names if row.get(name))
 
 
+@contextmanager
+def _interruptible() -> Iterator[Callable[[], None]]:
+    """Ctrl-C raises KeyboardInterrupt, and so does the function given whenever one came before.
+
+    Python drops an exception that is raised inside a finalizer, where a run that counts memory often is.
+    """
+    asked = False
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        asked = True
+        raise KeyboardInterrupt
+
+    def check() -> None:
+        if asked:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def finish(compared: Comparison, folder: Path, as_json: bool, quiet: bool) -> None:
     """Write the report, show the results, and exit with 1 if a cell failed or no pair was measured."""
     report = _write_report(compared, folder)
@@ -143,7 +172,7 @@ def finish(compared: Comparison, folder: Path, as_json: bool, quiet: bool) -> No
             f"on from there: `{compared.command}`"
         )
     elif not compared.measured:
-        for reason in compared.warnings if as_json or quiet else ():  # the table has said them
+        for reason in compared.warnings:
             say(reason)
         say("No pair was measured: every one was skipped or failed. `curvlab list` shows which pairs exist.")
     if not compared.ok:
@@ -190,7 +219,7 @@ def show_comparison(compared: Comparison) -> None:
         last = race_ends(compared.convergence)
         show_rows(RACE if "seeds" in last else CONVERGENCE, last.to_dict("records"), {"epoch": "Epochs"})
     answer = shown(compared).answer.splitlines()
-    for warning in compared.warnings:
+    for warning in compared.warnings if compared.measured else ():  # else they are the errors
         if warning not in answer:
             paragraph(f"Note: {warning}")
     for text in answer:

@@ -92,7 +92,8 @@ def _inverse(factor: Factor, shift: Tensor | float) -> Tensor:
     unit = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     damped = matrix + shift * unit
     inverse: Tensor = torch.linalg.inv(damped)
-    if device.readable(inverse) and not bool((inverse.diagonal(dim1=-2, dim2=-1) > 0).all()):
+    positive = (inverse.diagonal(dim1=-2, dim2=-1) > 0).all()
+    if device.readable(positive) and not bool(positive):
         raise NotPositiveDefiniteError(float(eigvalsh(damped.cpu().double()).min()))
     return inverse
 
@@ -106,7 +107,8 @@ def _require_finite(matrix: Tensor) -> Tensor:
 
 def _require_positive(diagonal: Tensor) -> Tensor:
     """The diagonal of a damped factor; refused where it is not positive."""
-    if device.readable(diagonal) and not bool((diagonal > 0).all()):
+    positive = (diagonal > 0).all()
+    if device.readable(positive) and not bool(positive):
         raise NotPositiveDefiniteError(float(diagonal.min()))
     return diagonal
 
