@@ -67,7 +67,7 @@ def cholesky_shifted(matrix: Tensor, shift: Tensor | float, check: bool = True) 
     stacked = isinstance(shift, Tensor) and shift.ndim > 0
     shifted.diagonal(dim1=-2, dim2=-1).add_(shift[..., 0] if stacked else shift)  # type: ignore[index]
     factor, info = torch.linalg.cholesky_ex(bordered)
-    if not check or not bool(info.any()):
+    if not check or not bool(info.any() if info.ndim else info):  # one launch less for one matrix
         return factor[..., :n, :n]
     if not bool(torch.isfinite(shifted).all()):
         raise NotFiniteError("the matrix to be factorised holds NaN or infinity")
