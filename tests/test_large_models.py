@@ -15,6 +15,7 @@ from curvlab.architectures import architecture
 from curvlab.cli import main
 from curvlab.optim import SecondOrder
 from curvlab.studies.compare.resources import Pair, memory
+from examples import huggingface
 
 Made = tuple[nn.Module, torch.Tensor, torch.Tensor]
 SEED = 0
@@ -28,24 +29,11 @@ def resnet18() -> Made:
 
 
 def gpt2() -> Made:
-    """GPT-2 from its configuration, two blocks of width 32; its embedding is its head as well."""
-    transformers = pytest.importorskip("transformers", reason="needs transformers")
-    config = transformers.GPT2Config(
-        vocab_size=61,
-        n_positions=32,
-        n_layer=2,
-        n_embd=32,
-        n_head=2,
-        bos_token_id=0,
-        eos_token_id=0,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        use_cache=False,
-    )
-    torch.manual_seed(SEED)
-    tokens = torch.randint(61, (3, 17), generator=torch.Generator().manual_seed(SEED))
-    return transformers.GPT2LMHeadModel(config).eval(), tokens[:, :-1], tokens[:, 1:]
+    """GPT-2 from its configuration, two blocks of width 16; its embedding is its head as well."""
+    pytest.importorskip("transformers", reason="needs transformers")
+    generator = torch.Generator().manual_seed(SEED)
+    tokens = torch.randint(huggingface.VOCABULARY["tiny"], (3, 17), generator=generator)
+    return huggingface.tiny(), tokens[:, :-1], tokens[:, 1:]
 
 
 @pytest.mark.slow

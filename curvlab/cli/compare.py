@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from curvlab.cli.console import paragraph, print_json, progress_bar, records, say, show_rows
+from curvlab.cli.interruption import kept_when_interrupted
 from curvlab.cli.options import (
     SchemaCommand,
     config_option,
@@ -31,7 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["command", "finish", "show_comparison"]
 
-INTERRUPTED = 130
 DEFAULT_FOLDER = Path("runs/compare")
 WRITTEN = (
     "results.jsonl",
@@ -88,27 +84,25 @@ def command(
     if not quiet:
         _say_what_is_added(output)
     done = 0
-    try:
-        with _interruptible() as check_interrupted, progress_bar(not quiet, "preparing") as show:
+    with (
+        kept_when_interrupted(output, fresh) as check_interrupted,
+        progress_bar(not quiet, "preparing") as show,
+    ):
 
-            def follow(progress: Progress) -> None:
-                nonlocal done
-                check_interrupted()
-                done = progress.done
-                show(progress.done, progress.total, _label(progress))
+        def follow(progress: Progress) -> None:
+            nonlocal done
+            check_interrupted()
+            done = progress.done
+            show(progress.done, progress.total, _label(progress))
 
-            compared = run_comparison(
-                settings,
-                output,
-                fresh=fresh,
-                retry=retry,
-                executor=executor,
-                on_progress=follow,
-            )
-    except KeyboardInterrupt:
-        again = " without --fresh" if fresh else ""
-        say(f"Interrupted; what was measured is in {output}, and the same command{again} goes on from there.")
-        sys.exit(INTERRUPTED)
+        compared = run_comparison(
+            settings,
+            output,
+            fresh=fresh,
+            retry=retry,
+            executor=executor,
+            on_progress=follow,
+        )
     if not done and not quiet:
         say(f"Nothing was measured anew: {output} had all of it. `--fresh` measures it again.")
     finish(compared, output, as_json, quiet)
@@ -130,30 +124,6 @@ def _label(progress: Progress) -> str:
     row = progress.row or {}
     names = ("kind", "optimizer") if row.get("optimizer") else ("kind", "provider", "solver")
     return " ".join(str(row[name]) for name in names if row.get(name))
-
-
-@contextmanager
-def _interruptible() -> Iterator[Callable[[], None]]:
-    """Ctrl-C raises KeyboardInterrupt, and so does the function given whenever one came before.
-
-    Python drops an exception that is raised inside a finalizer, where a run that counts memory often is.
-    """
-    asked = False
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        asked = True
-        raise KeyboardInterrupt
-
-    def check() -> None:
-        if asked:
-            raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield check
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def finish(compared: Comparison, folder: Path, as_json: bool, quiet: bool) -> None:

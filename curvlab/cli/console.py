@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from curvlab.studies.schema import Column
 
 __all__ = [
+    "Show",
     "break_name",
     "paragraph",
     "print_json",

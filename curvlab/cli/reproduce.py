@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from curvlab.cli.console import print_json, progress_bar, say, table
+from curvlab.cli.console import Show, print_json, progress_bar, table
+from curvlab.cli.interruption import kept_when_interrupted
 from curvlab.cli.options import executor_option
 from curvlab.exceptions import SpecError
 from curvlab.reproduce.subjects import SCALES, Options
@@ -21,7 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
-INTERRUPTED = 130
 ALL = "all"
 
 
@@ -91,12 +88,17 @@ def command(
     options = Options(scale, seeds, imagenet, data_dir, device, _study(scale, study, only))  # type: ignore[arg-type]
     folder = output or Path(DEFAULT_OUTPUT) / scale
     pages = {}
-    with run_lock(folder, "reproduce"), _kept_when_interrupted(folder, fresh):
+    with run_lock(folder, "reproduce"), kept_when_interrupted(folder, fresh) as check_interrupted:
         for name in chosen:
             with progress_bar(not quiet, name) as show, warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # matplotlib's opinions on layout are not the user's concern
+
+                def follow(done: float, total: float, label: str, show: Show = show) -> None:
+                    check_interrupted()
+                    show(done, total, label)
+
                 pages[name] = reproduce(
-                    name, options, folder, executor=executor, fresh=fresh, on_progress=show
+                    name, options, folder, executor=executor, fresh=fresh, on_progress=follow
                 )
             if not quiet and not as_json:
                 click.echo(f"{name}: {pages[name]}")
@@ -105,17 +107,6 @@ def command(
         print_json({"pages": {name: str(page) for name, page in pages.items()}, "findings": str(findings)})
     elif not quiet:
         click.echo(f"Findings: {findings}")
-
-
-@contextmanager
-def _kept_when_interrupted(folder: Path, fresh: bool) -> Iterator[None]:
-    """End with the exit code of Ctrl-C, and say how to go on."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        again = " without --fresh" if fresh else ""
-        say(f"Interrupted; what was measured is in {folder}, and the same command{again} goes on from there.")
-        sys.exit(INTERRUPTED)
 
 
 def _study(scale: str, path: str | None, only: tuple[str, ...]) -> GridStudy | None:

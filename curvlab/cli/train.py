@@ -17,6 +17,7 @@ import click
 
 from curvlab import specs
 from curvlab.cli.console import show_rows
+from curvlab.cli.interruption import INTERRUPTED
 from curvlab.cli.options import SchemaCommand, make_setup, option_of, setup_settings
 from curvlab.exceptions import SpecError
 from curvlab.studies.schema import settings_of
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
-INTERRUPTED = 130
 DEFAULT_FOLDER = Path("runs/train")
 PLAN, STEP = settings_of(TrainPlan), settings_of(SecondOrderSpec)
 

@@ -93,6 +93,10 @@ class Examples:
         labels = self.labels if self.labels is not None and self.labels.ndim == 1 else None
         return self.select(stratified_subset(labels, len(self), count, seed))
 
+    def at_most(self, count: int, seed: int = 0) -> Examples:
+        """All of them, or a `subset` where there are more than `count`."""
+        return self if len(self) <= count else self.subset(count, seed)
+
     def to(self, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Examples:
         """The same examples on `device`, inputs and real targets in `dtype`; labels stay int64."""
         targets = self.targets

@@ -179,9 +179,7 @@ class _Observer:
 
     def _examples(self, run: TrainRun, batch: int) -> tuple[Tensor, Tensor]:
         if batch not in self._batches:
-            train = run.data.train
-            drawn = train if batch >= len(train) else train.subset(batch, self.task.plan.setup.seed)
-            self._batches[batch] = drawn.all()
+            self._batches[batch] = run.data.train.at_most(batch, self.task.plan.setup.seed).all()
         return self._batches[batch]
 
 

@@ -6,7 +6,7 @@ In the sample space K = V S Vᵀ takes the place of A: s B M K + τ M = -S'ᵀ i
 with Q = V, and D = M H'. A diagonal factor is in its own basis. Of a wide B that is held as fewer rows only
 the eigenvectors of those are made; on what is orthogonal to them, B is zero and the solution is -G/τ. Blocks
 that are no Kronecker products, second moments of the examples' rows, are solved among these rows
-(`curvlab.solvers.example_systems`).
+(`curvlab.solvers.structure_systems`).
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ from curvlab.measure import device
 from curvlab.solvers.base import Guidance, LayerDirection, LayerGradient, Solver
 from curvlab.solvers.cost_model import Eigen, choose_coordinates
 from curvlab.solvers.damping import Damping
-from curvlab.solvers.eigen_systems import EigenExact
-from curvlab.solvers.example_systems import ExampleExact
 from curvlab.solvers.input_coordinates import InputCoordinates, Scalar
+from curvlab.solvers.structure_systems import EigenExact, ExampleExact
 from curvlab.solvers.systems import DampedSystem, input_rank, output_factor
 
 __all__ = ["Exact"]

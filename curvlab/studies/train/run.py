@@ -307,9 +307,7 @@ class TrainRun:
         return data, self.plan.build_model().eval(), setup.build_criterion()
 
     def _evaluated(self) -> Examples:
-        train = self.data.train
-        limit = self.plan.evaluate_examples
-        return train if len(train) <= limit else train.subset(limit, self.plan.setup.seed)
+        return self.data.train.at_most(self.plan.evaluate_examples, self.plan.setup.seed)
 
     @cached_property
     def plateau(self) -> Plateau:

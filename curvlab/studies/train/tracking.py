@@ -66,8 +66,7 @@ class Tracking:
 
     def observer(self, run: TrackedRun) -> Callable[[TrackedRun], None]:
         """What is to look at the run after each of its steps, and before the first."""
-        train = run.data.train
-        seen = train if len(train) <= self.examples else train.subset(self.examples, run.plan.setup.seed)
+        seen = run.data.train.at_most(self.examples, run.plan.setup.seed)
         tracker = Tracker(Problem(run.model, run.criterion, *seen.all()), self.every, self.measures)
 
         def observe(run: TrackedRun) -> None:
