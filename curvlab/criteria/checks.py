@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from curvlab.exceptions import ProblemError, SpecError
+from curvlab.linalg.pending import require
 from curvlab.measure.device import readable
 
 __all__ = ["as_weights", "check_labels", "check_logits", "check_positive", "check_real_targets"]
@@ -90,13 +91,18 @@ def check_labels(logits: Tensor, targets: Tensor, ignore_index: int | None = Non
     outside = (labels < 0) | (labels >= k)
     if ignore_index is not None:
         outside &= labels != ignore_index
-    if outside.any():
+
+    def judge(found: list[float]) -> None:
+        if not any(found):
+            return
         row = int(outside.nonzero()[0])
         ignored = "" if ignore_index is None else f" or ignore_index={ignore_index}"
         raise ProblemError(
             f"`targets` has label {int(labels[row])} at example {row}; expected 0 to {k - 1}{ignored}, "
             f"as the model has {k} outputs"
         )
+
+    require([outside.any()], judge)
 
 
 def check_real_targets(logits: Tensor, targets: Tensor) -> None:

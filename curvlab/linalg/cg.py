@@ -15,7 +15,7 @@ iteration differs from the textbook's in this:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from curvlab.linalg.factors import max_abs, nonzero_or_one
+from curvlab.linalg.pending import in_pieces
 
 __all__ = [
     "CGResult",
@@ -31,6 +32,8 @@ __all__ = [
     "StackOperator",
     "SymmetricOperator",
     "conjugate_gradients",
+    "iterate",
+    "iterate_together",
 ]
 
 
@@ -119,17 +122,72 @@ def conjugate_gradients(
     read_interval: int = 1,
     start: Tensor | None = None,
     precondition: Callable[[Tensor], Tensor] | None = None,
+    definite: bool = False,
 ) -> CGResult:
     """Solve A x = b to a residual of `tol` times that of x = 0, in at most `max_iter` iterations.
 
     Negative curvature, pᵀAp < -8 ε ‖p‖ ‖Ap‖, ends a system with the best x so far (at the first
-    iteration: the right-hand side itself, steepest descent). pᵀAp = 0 is a breakdown.
+    iteration: the right-hand side itself, steepest descent). pᵀAp = 0 is a breakdown. Where A is known to be
+    `definite` and reads are not free, no negative curvature is looked for: pᵀAp ≤ 0, which only rounding
+    can bring about, is a breakdown that is found when the iteration has ended.
 
     >>> a = torch.diag(torch.tensor([1.0, 4.0]))
     >>> result = conjugate_gradients(FunctionOperator(lambda x: a @ x), torch.ones(2), max_iter=5, tol=1e-6)
     >>> [round(x, 4) for x in result.x.tolist()], result.iterations.tolist()
     ([1.0, 0.25], [2])
     """
+    (result,) = iterate_together(
+        [_iterate(operator, rhs, max_iter, tol, read_interval, start, precondition, definite)]
+    )
+    return result
+
+
+Iterating = Generator[Tensor, bool, CGResult]
+"""An iteration that gives its flags of converged systems whenever they may be read, and is told to end."""
+
+
+def iterate_together(iterations: Sequence[Iterating]) -> list[CGResult]:
+    """Run iterations side by side, so that one read tells which of them have converged."""
+    found: dict[int, CGResult] = {}
+    flags: dict[int, Tensor] = {}
+
+    def go_on(index: int, end: bool | None) -> None:
+        flags.pop(index, None)
+        try:
+            flags[index] = next(iterations[index]) if end is None else iterations[index].send(end)
+        except StopIteration as ended:
+            found[index] = ended.value
+
+    for index in range(len(iterations)):
+        go_on(index, None)
+    while flags:
+        waiting = list(flags)
+        if len(waiting) == 1:
+            ends = [bool(flags[waiting[0]].all())]
+        else:
+            ends = torch.stack([flags[index].all() for index in waiting]).tolist()
+        for index, end in zip(waiting, ends, strict=True):
+            go_on(index, end)
+    return [found[index] for index in range(len(iterations))]
+
+
+def iterate(
+    operator: SymmetricOperator, rhs: Tensor, *, max_iter: int, tol: float, read_interval: int, definite: bool
+) -> Iterating:
+    """`conjugate_gradients` from zero, for `iterate_together`."""
+    return _iterate(operator, rhs, max_iter, tol, read_interval, None, None, definite)
+
+
+def _iterate(
+    operator: SymmetricOperator,
+    rhs: Tensor,
+    max_iter: int,
+    tol: float,
+    read_interval: int,
+    start: Tensor | None,
+    precondition: Callable[[Tensor], Tensor] | None,
+    definite: bool,
+) -> Iterating:
     matmul, dot, spread = operator.matmul, operator.dot, operator.spread
     b, scale = _normalise(operator, rhs)
     x = torch.zeros_like(b) if start is None else start / spread(scale)
@@ -144,15 +202,19 @@ def conjugate_gradients(
     zero = torch.zeros_like(rz)
     # A NaN is not below anything: it goes on, to end as a breakdown.
     done = square <= enough
-    squares, finished = [square], []
+    squares, finished, curvatures = [square], [], []
+    free = in_pieces(rhs) and read_interval == 1
     ended = _Ended(torch.zeros_like(done), torch.zeros_like(done))
     for k in range(max_iter):
-        if read_interval and k % read_interval == 0 and bool(done.all()):
+        due = read_interval and k % read_interval == 0 and (k or free)
+        if due and (yield done):
             break
         ap = matmul(p)
         pap = dot(p, ap)
         # Where reads are free and every pᵀAp > 0 (always, for a definite operator) no norm need be known.
-        if read_interval != 1 or not bool((pap > zero).all()):
+        if definite and not free:
+            curvatures.append(pap)
+        elif not free or not bool((pap > zero).all()):
             ended = ended.with_ends(~done, pap, _rounding(dot, p, ap))
             done = done | ended.negative | ended.flat
             if k == 0 and start is None:
@@ -169,6 +231,9 @@ def conjugate_gradients(
         p = torch.addcmul(z, spread(torch.where(done, zero, rz_next / rz)), p)
         rz = rz_next
     ended = _Ended(ended.negative, ended.flat | square.isnan())  # also where no iteration was asked for
+    if curvatures:
+        flat = ((torch.stack(curvatures) <= 0) & torch.stack(finished).logical_not()).any(0)
+        ended = _Ended(ended.negative, ended.flat | flat)
     residuals = torch.stack(squares).clamp(min=0).sqrt().flatten(1)
     iterations = torch.stack(finished).logical_not().sum(0) if finished else torch.zeros_like(done).long()
     return CGResult(x * spread(scale), ended.outcomes(done).flatten(), iterations.flatten(), residuals)

@@ -40,6 +40,7 @@ import torch
 from torch import Tensor
 
 from curvlab.linalg.eigen import eigh, eigvalsh
+from curvlab.linalg.pending import in_pieces
 from curvlab.linalg.precision import FullPrecision
 
 __all__ = [
@@ -79,6 +80,8 @@ def max_abs(x: Tensor) -> Tensor:
     >>> max_abs(torch.tensor([1.0, -3.0])).item()
     3.0
     """
+    if not in_pieces(x):
+        return torch.linalg.vector_norm(x, float("inf"))  # one launch, which a CPU takes longer for
     low, high = torch.aminmax(x)
     return torch.maximum(high, -low)
 
@@ -89,7 +92,7 @@ def nonzero_or_one(x: Tensor) -> Tensor:
     >>> nonzero_or_one(torch.tensor([0.0, 2.0])).tolist()
     [1.0, 2.0]
     """
-    return torch.where(x == 0, torch.ones_like(x), x)
+    return x + (x == 0)
 
 
 def binary_scale(x: Tensor) -> Tensor:
@@ -129,6 +132,9 @@ def gram(rows: Tensor, centre: Tensor | None = None) -> Tensor:
     """
     if centre is None:
         return symmetric_product(rows, rows)
+    if not in_pieces(rows):
+        centred = rows - centre
+        return centred @ centred.T
     total = rows.new_zeros(rows.shape[0], rows.shape[0])
     for chunk, offset in zip(rows.split(COLUMN_CHUNK, dim=1), centre.split(COLUMN_CHUNK), strict=True):
         centred = chunk - offset
@@ -154,7 +160,7 @@ def symmetric_product(left: Tensor, right: Tensor) -> Tensor:
     [[2.0, 4.0], [4.0, 8.0]]
     """
     n = left.shape[0]
-    if n <= 2 * BLOCK:
+    if n <= 2 * BLOCK or not in_pieces(left):
         return left @ right.T
     out = left.new_empty(n, n)
     # At most 32 block rows: more would save next to nothing and cost a call each.

@@ -20,6 +20,7 @@ from torch import Tensor
 from curvlab.linalg.eigen import eigvalsh
 from curvlab.linalg.example_factors import ExampleFactor
 from curvlab.linalg.factors import DiagonalFactor, Factor, GramFactor, RankOneFactor
+from curvlab.linalg.pending import require
 from curvlab.linalg.precision import FullPrecision
 
 __all__ = [
@@ -67,18 +68,31 @@ def cholesky_shifted(matrix: Tensor, shift: Tensor | float, check: bool = True) 
     stacked = isinstance(shift, Tensor) and shift.ndim > 0
     shifted.diagonal(dim1=-2, dim2=-1).add_(shift[..., 0] if stacked else shift)  # type: ignore[index]
     factor, info = torch.linalg.cholesky_ex(bordered)
-    if not check or not bool(info.any() if info.ndim else info):  # one launch less for one matrix
-        return factor[..., :n, :n]
-    if not bool(torch.isfinite(shifted).all()):
-        raise NotFiniteError("the matrix to be factorised holds NaN or infinity")
+    lower = factor[..., :n, :n]
+
+    def judge(failed: list[float]) -> bool:
+        if not any(failed):
+            return False
+        lower.copy_(_cholesky_in_float64(matrix, shift))
+        return True
+
+    if check:
+        require([info], judge)
+    return lower
+
+
+def _cholesky_in_float64(matrix: Tensor, shift: Tensor | float) -> Tensor:
+    """The lower Cholesky factor of F + τI, on the host: not every device has float64."""
     # The shift is added again: in float32 it may have been lost in the diagonal.
-    # On the host, since not every device has float64; the failure has been read there already.
     wide = matrix.cpu().double()
-    wide = wide + torch.as_tensor(shift).to(wide) * torch.eye(n, dtype=wide.dtype, device="cpu")
+    unit = torch.eye(wide.shape[-1], dtype=wide.dtype, device="cpu")
+    wide = wide + torch.as_tensor(shift).to(wide) * unit
+    if not bool(torch.isfinite(wide).all()):
+        raise NotFiniteError("the matrix to be factorised holds NaN or infinity")
     factor, info = torch.linalg.cholesky_ex(wide)
     if bool(info.any()):
         raise NotPositiveDefiniteError(float(eigvalsh(wide).amin()))
-    return factor.to(matrix)
+    return factor
 
 
 def _copy_with_border(matrix: Tensor) -> Tensor:
@@ -146,12 +160,16 @@ def diagonal_inverse(values: Tensor, shift: Tensor | float, check: bool = True) 
     [0.5, 0.25]
     """
     shifted = values + shift
-    if check:
-        smallest, total = torch.stack([shifted.amin(), shifted.sum()]).tolist()
+
+    def judge(numbers: list[float]) -> None:
+        smallest, total = numbers
         if not isfinite(total):
             raise NotFiniteError("the diagonal to be inverted holds NaN or infinity")
         if smallest <= 0:
             raise NotPositiveDefiniteError(smallest)
+
+    if check:
+        require([shifted.amin(), shifted.sum()], judge)
     return DiagonalInverse(shifted)
 
 

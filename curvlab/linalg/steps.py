@@ -13,7 +13,9 @@ that adds X to a parameter. A combination refers to G, which is not copied, and 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isnan, nan
 
 import torch
 from torch import Tensor
@@ -57,6 +59,18 @@ class Step(FullPrecision, ABC):
         The rows of a product, and the matrix and the basis of a combination, were there before.
         """
 
+    def computed(self) -> tuple[Tensor, ...]:
+        """Tensors that are finite only where what was computed of X is."""
+        return (self.checksum(),)
+
+    def parts(self) -> tuple[Tensor, ...]:
+        """Tensors whose norms bound max|X|, and are finite only where what was computed of X is."""
+        return (self.magnitude() + 0 * self.checksum(),)
+
+    def bound(self, norms: Sequence[float]) -> float:
+        """An upper bound of max|X| from the norms of `parts`."""
+        return norms[0]
+
 
 Matrix = Tensor | Step
 
@@ -99,6 +113,12 @@ class TensorStep(Step):
     """
 
     tensor: Tensor
+
+    def computed(self) -> tuple[Tensor, ...]:
+        return (self.tensor,)
+
+    def parts(self) -> tuple[Tensor, ...]:
+        return (self.tensor,)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -158,6 +178,16 @@ class RowProduct(Step):
         """‖M‖ √tr K."""
         return frobenius_norm(self.coefficients) * self.gram.trace().clamp(min=0).sqrt()
 
+    def parts(self) -> tuple[Tensor, ...]:
+        return self.coefficients, self.gram.root, self.gram.rows
+
+    def computed(self) -> tuple[Tensor, ...]:
+        return (self.coefficients,)
+
+    def bound(self, norms: Sequence[float]) -> float:
+        """‖M‖ ‖√c‖ ‖H‖."""
+        return norms[0] * norms[1] * norms[2]
+
     def checksum(self) -> Tensor:
         return self.coefficients.sum()
 
@@ -211,6 +241,16 @@ class Combination(Step):
         thin = frobenius_norm(self.left) * frobenius_norm(self.right)
         return self.scale.abs() * max_abs(self.matrix) + thin
 
+    def parts(self) -> tuple[Tensor, ...]:
+        return self.scale, self.left, self.matrix, self.right
+
+    def computed(self) -> tuple[Tensor, ...]:
+        return self.scale, self.left
+
+    def bound(self, norms: Sequence[float]) -> float:
+        """|c| ‖G‖ + ‖U‖ ‖Z‖."""
+        return norms[0] * norms[2] + norms[1] * norms[3]
+
     def checksum(self) -> Tensor:
         return self.scale + self.left.sum()
 
@@ -226,7 +266,7 @@ class ViewStep(Step):
     """
 
     view: MatrixView
-    parts: tuple[Step, ...]
+    steps: tuple[Step, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -235,10 +275,10 @@ class ViewStep(Step):
     @property
     def borrowed(self) -> Tensor | None:
         """That of the first part: all parts see the same gradient."""
-        return next((part.borrowed for part in self.parts if part.borrowed is not None), None)
+        return next((part.borrowed for part in self.steps if part.borrowed is not None), None)
 
     def form(self) -> Tensor:
-        return self.view.parameter(torch.stack([part.form() for part in self.parts]))
+        return self.view.parameter(torch.stack([part.form() for part in self.steps]))
 
     @torch.no_grad()
     def add_into(self, target: Tensor, scale: float) -> None:
@@ -246,11 +286,26 @@ class ViewStep(Step):
         if matrices is None:
             target.add_(self.form(), alpha=scale)
             return
-        for part, matrix in zip(self.parts, matrices, strict=True):
+        for part, matrix in zip(self.steps, matrices, strict=True):
             part.add_into(matrix, scale)
 
     def magnitude(self) -> Tensor:
-        return torch.stack([part.magnitude() for part in self.parts]).amax()
+        return torch.stack([part.magnitude() for part in self.steps]).amax()
+
+    def parts(self) -> tuple[Tensor, ...]:
+        return tuple(tensor for step in self.steps for tensor in step.parts())
+
+    def computed(self) -> tuple[Tensor, ...]:
+        return tuple(tensor for step in self.steps for tensor in step.computed())
+
+    def bound(self, norms: Sequence[float]) -> float:
+        """The largest of the steps' own."""
+        bounds, place = [], 0
+        for step in self.steps:
+            count = len(step.parts())
+            bounds.append(step.bound(norms[place : place + count]))
+            place += count
+        return nan if any(isnan(bound) for bound in bounds) else max(bounds)
 
     def checksum(self) -> Tensor:
-        return torch.stack([part.checksum() for part in self.parts]).sum()
+        return torch.stack([part.checksum() for part in self.steps]).sum()

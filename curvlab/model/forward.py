@@ -14,10 +14,11 @@ hide uses of weights (see `curvlab.model.decompositions`). What is read is what 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from math import isfinite
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from curvlab.exceptions import ProblemError
-from curvlab.measure import device
+from curvlab.linalg.pending import require
 from curvlab.model.calling import Inputs, example_count, tensors_of
 from curvlab.model.chain import ChainReader, ReadChain
 from curvlab.model.float_copy import in_float
@@ -278,12 +279,19 @@ def check_finite(network: Network, inputs: Inputs, forward: Forward) -> None:
         looked += [layer.preactivation.detach() for layer in forward.read.layers[:-1]]
     elif len(tensors) == 1 and tensors[0].is_floating_point():
         looked += tensors
-    total = torch.stack([tensor.sum() for tensor in looked])
-    if not device.readable(total) or bool(torch.isfinite(total).all()):
+    found = partial(_explain_not_finite, network, inputs, looked)
+    require([tensor.sum() for tensor in looked], found)
+
+
+def _explain_not_finite(
+    network: Network, inputs: Inputs, looked: Sequence[Tensor], sums: Sequence[float]
+) -> None:
+    """Say where NaN or infinity first shows, where one of the sums is."""
+    if all(isfinite(total) for total in sums):
         return
     if all(bool(torch.isfinite(tensor).all()) for tensor in looked):
         return  # only their sum overflows
-    for tensor in tensors:
+    for tensor in tensors_of(inputs):
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             bad = (~torch.isfinite(tensor.flatten(1))).any(1).nonzero()[:, 0]
             raise ProblemError(

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from curvlab.criteria import Criterion
 from curvlab.exceptions import NoRowsError, ProblemError
-from curvlab.measure import device
+from curvlab.linalg.pending import require
 from curvlab.model.float_copy import in_float
 
 __all__ = ["AllWeightsZeroError", "LossTerms"]
@@ -32,6 +32,11 @@ class AllWeightsZeroError(NoRowsError):
 
     def __init__(self) -> None:
         super().__init__("every example has weight 0 (ignore_index or class weights): no mean exists")
+
+
+def _refuse_no_weight(total: list[float]) -> None:
+    if not total[0] > 0:
+        raise AllWeightsZeroError
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,8 +115,8 @@ class LossTerms:
         """c_ij, (B, T)."""
         given = self._given_weights
         flat = self.logits.new_ones(len(self.logits)) if given is None else given
-        if device.readable(flat) and not bool(flat.sum() > 0):
-            raise AllWeightsZeroError
+        if given is not None or not len(flat):
+            require([flat.sum()], _refuse_no_weight)
         return flat.reshape(self.examples, self.per_example)
 
     @cached_property

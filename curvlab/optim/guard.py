@@ -8,6 +8,7 @@ dtype settles the question with one read back to the host; where it does not, δ
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +17,8 @@ from torch import Tensor
 from curvlab.exceptions import SolveError
 from curvlab.linalg import Step
 from curvlab.linalg.factors import max_abs
+from curvlab.linalg.pending import in_pieces, require
 from curvlab.linalg.steps import add_step
-from curvlab.measure import device
 from curvlab.solvers.solution import Solution, Status, check_parameters
 
 __all__ = ["Change", "StagnationWarning", "check_finite", "check_writable", "looks_at_residual", "stagnated"]
@@ -51,6 +52,17 @@ class Change:
             bound = bound + self.momentum * max_abs(self.buffer)
         return bound * abs(self.rate)
 
+    def parts(self) -> list[Tensor]:
+        """Tensors whose norms `bound_from` makes a bound of."""
+        return [*self.direction.parts(), *([] if self.buffer is None else [self.buffer])]
+
+    def bound_from(self, norms: Sequence[float]) -> float:
+        """A number that no entry of δ exceeds, from the norms of `parts`."""
+        if self.buffer is None:
+            return self.direction.bound(norms) * abs(self.scale) * abs(self.rate)
+        bound = self.direction.bound(norms[:-1]) * abs(self.scale) + self.momentum * norms[-1]
+        return bound * abs(self.rate)
+
     def form(self) -> Tensor:
         """δ itself."""
         step = self.direction.form() * self.scale
@@ -76,11 +88,27 @@ def check_writable(changes: list[Change]) -> None:
 
 def check_finite(changes: list[Change]) -> None:
     """Raise `SolveError`, naming the layer, if any change would write NaN or infinity."""
-    bounds = torch.stack([change.bound() for change in changes])
-    if not device.readable(bounds):
+    if in_pieces(changes[0].parameter):
+        bounds = torch.stack([change.bound() for change in changes])
+        require([bounds], lambda found: _refuse_beyond(changes, found))
         return
+    # Norms of all parts at once, bounds on the host: one launch instead of some for every parameter.
+    parts = [change.parts() for change in changes]
+    norms = torch._foreach_norm([tensor for own in parts for tensor in own])
+
+    def judge(found: list[float]) -> None:
+        given = iter(found)
+        bounds = [
+            change.bound_from([next(given) for _ in own]) for change, own in zip(changes, parts, strict=True)
+        ]
+        _refuse_beyond(changes, bounds)
+
+    require(norms, judge)
+
+
+def _refuse_beyond(changes: list[Change], bounds: Sequence[float]) -> None:
     limit = min(torch.finfo(change.parameter.dtype).max for change in changes) / 4
-    for change, bound in zip(changes, bounds.tolist(), strict=True):
+    for change, bound in zip(changes, bounds, strict=True):
         if not bound <= limit and not _finite(change):
             layer = change.name.rpartition(".")[0]
             raise SolveError(

@@ -36,6 +36,7 @@ from curvlab.distributed.agreement import adopt_first_rank, agree
 from curvlab.distributed.communicator import communicator_of
 from curvlab.exceptions import ProblemError, SpecError
 from curvlab.gradient import Gradient
+from curvlab.linalg.pending import collected
 from curvlab.linalg.precision import full_precision
 from curvlab.measure.device import keep_freed_memory, readable
 from curvlab.model.graph import Network, unwrap
@@ -221,15 +222,20 @@ class SecondOrder(torch.optim.Optimizer):
             except Exception as error:
                 communicator.raise_on_all(error)
             estimating = self._kept is None or self._steps % self.refresh_every == 0
-            loss, gradient, fresh = self._observe(problem, estimating, statistics)
-            curvature, keep = self._curvature(problem, fresh)
-            group, clipping = self.process_group, self._clipping(gradient)
-            right: Mapping[str, Tensor] = gradient
-            if self.spring:
-                right, clipping = self._spring_gradient(curvature, gradient, clipping), 1.0
-            solution = solve(self._solver, curvature, right, alpha=self._alpha, process_group=group)
+            # Of one batch on an accelerator all checks are read together, before anything is written.
+            together = self.process_group is None and isinstance(inputs, Tensor)
+            with collected() if together else nullcontext() as checks:
+                loss, gradient, fresh = self._observe(problem, estimating, statistics)
+                curvature, keep = self._curvature(problem, fresh)
+                clipping = self._clipping(gradient)
+                right: Mapping[str, Tensor] = gradient
+                if self.spring:
+                    right, clipping = self._spring_gradient(curvature, gradient, clipping), 1.0
+                solution, changes = self._solve(curvature, right, clipping)
+                if checks is not None and checks.read():  # a factorisation was mended in place
+                    solution, changes = self._solve(curvature, right, clipping)
+                    checks.read()
             self._base = problem.empty_like()  # knows the layers, for a rank that gets no rows next
-            changes = list(self._changes(solution, clipping))
             # No rank writes before all can.
             device = self.param_groups[0]["params"][0].device
             agree(communicator, lambda: self._check(changes, solution), on=device)
@@ -241,10 +247,21 @@ class SecondOrder(torch.optim.Optimizer):
                 self._adapt(float(loss), predicted, problem, statistics)
         return loss
 
+    def _solve(
+        self, curvature: Curvature, gradient: Mapping[str, Tensor], clipping: float
+    ) -> tuple[Solution, list[Change]]:
+        group = self.process_group
+        solution = solve(self._solver, curvature, gradient, alpha=self._alpha, process_group=group)
+        changes = list(self._changes(solution, clipping))
+        if group is None:
+            check_finite(changes)
+        return solution, changes
+
     def _check(self, changes: list[Change], solution: Solution) -> None:
         """Raise what speaks against writing the step, and show its solution to who asked for it."""
         check_writable(changes)
-        check_finite(changes)
+        if self.process_group is not None:
+            check_finite(changes)
         due = not self._said_stagnated and looks_at_residual(self._steps)
         if due and readable(changes[0].parameter) and (sentence := stagnated(solution)):
             self._said_stagnated = True

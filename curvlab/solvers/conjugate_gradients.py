@@ -16,7 +16,7 @@ exact Hessian this is Hessian-free optimisation (truncated Newton), which negati
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import ClassVar, Literal
 
@@ -28,7 +28,7 @@ from curvlab.curvature_layers import LayerCurvature, OperatorLayer, TiedLayer
 from curvlab.curvature_structures import EigenLayer
 from curvlab.exceptions import PairError, SolveError, SpecError
 from curvlab.linalg import Block, DenseFactor, DiagonalFactor, Factor, GramFactor, Matrix
-from curvlab.linalg.cg import CGResult, SymmetricOperator, conjugate_gradients
+from curvlab.linalg.cg import CGResult, SymmetricOperator, conjugate_gradients, iterate, iterate_together
 from curvlab.linalg.factors import InputKind
 from curvlab.linalg.flat import flatten, unflatten
 from curvlab.measure import device
@@ -44,7 +44,7 @@ from curvlab.solvers.base import (
 from curvlab.solvers.cost_model import Iteration, choose_coordinates
 from curvlab.solvers.damping import Damping
 from curvlab.solvers.input_coordinates import InputCoordinates, form_gradient
-from curvlab.solvers.layer_systems import EqualSystems, LayerSystems, stack_systems
+from curvlab.solvers.layer_systems import EqualSystems, LayerSystems, StackedSystems, stack_systems
 from curvlab.solvers.systems import (
     BlockSystem,
     DampedSystem,
@@ -58,6 +58,8 @@ __all__ = ["CG", "EACG", "BlockCG", "DampedBlocks", "jacobi"]
 
 
 STACKED_UP_TO = 4096  # outputs of a layer that shares an iteration with others
+LAUNCHES = 20  # of an iteration, about
+MOST_READS = 4  # of the limit on iterations, where a read waits for a device
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +85,8 @@ class CG(Solver):
     input_factor: ClassVar[InputKind] = "full"
     needs_psd: ClassVar[bool] = False
     needs_kronecker: ClassVar[bool] = False
+    definite: ClassVar[bool] = False
+    """Whether the damped curvature is known to be positive definite."""
     structures: ClassVar[tuple[str, ...]] = ("kronecker", "ekfac", "diagonal", "block", "layer", "full")
     max_iter: int = 20
     tol: float = 1e-10
@@ -110,8 +114,8 @@ class CG(Solver):
                 raise self._takes_no_guidance(name)
             return super().adapt(curvature, name, guidance)
         whole = guided or curvature.full_product is not None
-        fields = self.route != "auto" or self.formulation != "reduced" or self.mean_above is not None
-        if fields and (whole or curvature.matrix_free):
+        chosen = self.route != "auto" or self.formulation != "reduced" or self.mean_above is not None
+        if chosen and (whole or curvature.matrix_free):
             raise PairError(
                 f"`{name}`: `mean_above`, `route` and `formulation` choose how Kronecker factors are used, "
                 f"and on `{curvature.provider}` (or with a start or a preconditioner) `cg` uses products "
@@ -131,7 +135,8 @@ class CG(Solver):
         if isinstance(layer, TiedLayer | OperatorLayer | EigenLayer) or curvature.structure == "block":
             return BlockCG(cg=self, curvature=curvature, start=None, given_preconditioner=None)
         if self.mean_above is None or layer.input_size <= self.mean_above:
-            return self
+            plain = type(self) is CG and curvature.psd
+            return DefiniteCG(**{f.name: getattr(self, f.name) for f in fields(self)}) if plain else self
         return EACG(self.max_iter, self.tol, route=self.route, formulation=self.formulation)
 
     def run(
@@ -147,10 +152,18 @@ class CG(Solver):
             rhs,
             max_iter=self.max_iter,
             tol=self.tol,
-            read_interval=device.read_interval(rhs),
+            read_interval=self._read_interval(rhs, LAUNCHES),
             start=start,
             precondition=precondition,
+            definite=self.definite,
         )
+
+    def _read_interval(self, rhs: Tensor, launches: int) -> int:
+        """Iterations between two reads: by the device's costs, with at most `MOST_READS` in all."""
+        interval = device.read_interval(rhs, launches, self.max_iter)
+        if interval == 0 or device.in_pieces(rhs):
+            return interval
+        return max(interval, -(-self.max_iter // MOST_READS))
 
     def prepare(self, layer: LayerCurvature, damping: Damping, gradient: LayerGradient) -> _State:
         output = output_factor(layer)
@@ -201,6 +214,15 @@ class CG(Solver):
         layers = [LayerSystems.of(state, gradient) for state, gradient in zip(states, gradients, strict=True)]
         stack = stack_systems(layers, states[0].damping)
         result = self.run(stack, stack.right_hand_side())
+        return self._directions(states, layers, stack, result)
+
+    def _directions(
+        self,
+        states: Sequence[_State],
+        layers: Sequence[LayerSystems],
+        stack: StackedSystems,
+        result: CGResult,
+    ) -> list[LayerDirection]:
         return [
             self._direction(state, *stack.split(result.x, index), layer.route, result, stack.systems(index))
             for index, (state, layer) in enumerate(zip(states, layers, strict=True))
@@ -244,6 +266,43 @@ class CG(Solver):
 
 
 @dataclass(frozen=True)
+class DefiniteCG(CG):
+    """The same on layers of a curvature that is known to be positive semi-definite."""
+
+    definite: ClassVar[bool] = True
+
+    def apply_jointly(
+        self, states: Sequence[object], gradients: Sequence[LayerGradient]
+    ) -> list[LayerDirection] | None:
+        """Where reads are not free: the iterations of all layers side by side, with one read for all."""
+        own = [state for state in states if isinstance(state, _State)]
+        if self.formulation == "explicit" or len(own) < 2 or device.in_pieces(own[0].output.example):
+            return None
+        found: dict[int, LayerDirection] = {}
+        runs, stacks = [], {}
+        for index, (state, gradient) in enumerate(zip(own, gradients, strict=True)):
+            if state.output.count > 1:
+                found[index] = self._apply_equal(state, gradient)
+                continue
+            stack = stack_systems([LayerSystems.of(state, gradient)], state.damping)
+            rhs, stacks[index] = stack.right_hand_side(), stack
+            runs.append(
+                iterate(
+                    stack,
+                    rhs,
+                    max_iter=self.max_iter,
+                    tol=self.tol,
+                    read_interval=self._read_interval(rhs, LAUNCHES * len(own)),
+                    definite=True,
+                )
+            )
+        for index, result in zip(stacks, iterate_together(runs), strict=True):
+            stack = stacks[index]
+            (found[index],) = self._directions([own[index]], stack.layers, stack, result)
+        return [found[index] for index in range(len(own))]
+
+
+@dataclass(frozen=True)
 class EACG(CG):
     """Conjugate gradients with the mean input factor E[h]E[h]ᵀ: the paper's EA-CG.
 
@@ -254,6 +313,7 @@ class EACG(CG):
     input_factor: ClassVar[InputKind] = "mean"
     needs_psd: ClassVar[bool] = True
     needs_kronecker: ClassVar[bool] = True
+    definite: ClassVar[bool] = True
     structures: ClassVar[tuple[str, ...]] = ("kronecker",)
 
     def apply_jointly(

@@ -389,7 +389,7 @@ class MeanCoordinates(InputCoordinates):
         centred = h.centred_gram - torch.outer(off_centre, off_centre)
         norm = (s.gram * centred).sum().clamp(min=0).sqrt()
         interval = device.read_interval(norm)
-        if interval == 0 or (interval == 1 and squares_in_range(norm)):
+        if interval == 0 or (device.in_pieces(norm) and squares_in_range(norm)):
             return norm
         # The squares may have left the range of the dtype: those of S over its largest entry do not.
         scale = binary_scale(s.rows)
@@ -435,12 +435,13 @@ def split_gradient(gradient: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
     cancels, and squares are scaled only if they left the range of the dtype.
     """
     interval = device.read_interval(gradient)
-    if interval == 1 and gradient.numel() > SPLIT_ELEMENTS:
+    pieces = device.in_pieces(gradient)
+    if interval == 1 and pieces and gradient.numel() > SPLIT_ELEMENTS:
         x, norm = gradient @ basis, frobenius_norm(gradient)
         perp = _leg(norm, torch.linalg.vector_norm(x))
         if squares_in_range(perp) and float(perp) > 0.7 * float(norm):
             return x, perp
-    if interval <= 1:
+    if interval == 0 or pieces:
         x, perp = _split(gradient, basis, None)
         if interval == 0 or squares_in_range(perp):
             return x, perp
@@ -472,7 +473,9 @@ def _split(gradient: Tensor, basis: Tensor, scale: Tensor | None) -> tuple[Tenso
     norm is taken without it, ‖G⊥ - RQᵀ‖² = ‖G⊥‖² - ‖R‖² with R = G⊥Q, where next to nothing cancels.
     """
     parts, norms = [], []
-    count = min(max(1, SPLIT_ELEMENTS // gradient.shape[1]), len(gradient))
+    count = len(gradient)
+    if device.in_pieces(gradient):
+        count = min(max(1, SPLIT_ELEMENTS // gradient.shape[1]), count)
     # One piece of memory for all parts: fresh pages would cost as much as the arithmetic.
     held = gradient.new_empty(count, gradient.shape[1])
     for part in gradient.split(count):

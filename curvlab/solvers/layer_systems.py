@@ -30,6 +30,7 @@ from torch import Tensor
 from curvlab.linalg import Factor, Matrix
 from curvlab.linalg.cg import StackOperator, SymmetricOperator
 from curvlab.linalg.factors import nonzero_or_one
+from curvlab.linalg.pending import in_pieces
 from curvlab.solvers.base import LayerGradient
 from curvlab.solvers.damping import Damping
 from curvlab.solvers.input_coordinates import GradientCoordinates, InputCoordinates, Scalar, WeightGradient
@@ -175,6 +176,14 @@ class StackedSystems(SymmetricOperator):
         return layer.weight.gradient.assemble(part[: layer.rank].T, Scalar(scale)), bias
 
 
+def _row_peaks(x: Tensor) -> Tensor:
+    """max|x| of every row, as a column."""
+    if not in_pieces(x):
+        return torch.linalg.vector_norm(x, float("inf"), dim=1, keepdim=True)
+    low, high = torch.aminmax(x, dim=1, keepdim=True)
+    return torch.maximum(high, -low)
+
+
 class _OneRowEach(StackedSystems):
     """Every system is one row, as with the mean input factor."""
 
@@ -189,8 +198,7 @@ class _OneRowEach(StackedSystems):
         return (x * y).sum(1, keepdim=True)
 
     def max_abs(self, x: Tensor) -> Tensor:
-        low, high = torch.aminmax(x, dim=1, keepdim=True)
-        return torch.maximum(high, -low)
+        return _row_peaks(x)
 
     def spread(self, scalars: Tensor) -> Tensor:
         return scalars
@@ -219,19 +227,31 @@ class _OneLayer(StackedSystems):
         if self._matrix is not None:
             r, n = self.rank, self.width
             self._scaled[r:].copy_(p[r:])
-            self._scaled[:r, :n] = self._matrix @ p[:r, :n]
+            torch.mm(self._matrix, p[:r, :n], out=self._scaled[:r, :n])
 
     def dot(self, x: Tensor, y: Tensor) -> Tensor:
         sums = (x * y).sum(1, keepdim=True)
+        if self._selector is not None:
+            return self._selector @ sums
         return torch.cat([sums[: self.rank].sum(0, keepdim=True), sums[self.rank :]])
 
     def max_abs(self, x: Tensor) -> Tensor:
-        low, high = torch.aminmax(x, dim=1, keepdim=True)
-        peaks = torch.maximum(high, -low)
+        peaks = _row_peaks(x)
         return torch.cat([peaks[: self.rank].amax(0, keepdim=True), peaks[self.rank :]])
 
     def spread(self, scalars: Tensor) -> Tensor:
         return torch.cat([scalars[:1].expand(self.rank, 1), scalars[1:]])
+
+    @cached_property
+    def _selector(self) -> Tensor | None:
+        """Which rows belong to which system, (2, rows), where one product is less than a sum and a copy."""
+        rows = len(self._image)
+        if in_pieces(self._image) or rows != self.rank + 1 or not self.rank:
+            return None
+        selector = self._image.new_zeros(2, rows)
+        selector[0, : self.rank] = 1
+        selector[1, self.rank] = 1
+        return selector
 
     def systems(self, index: int) -> slice:
         return slice(None)

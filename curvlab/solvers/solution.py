@@ -103,6 +103,10 @@ class Direction(LazyTensors[Matrix]):
         """Whether every step is zero, so that adding it changes nothing (no step is formed)."""
         return all(float(step.magnitude()) == 0 for step in self._steps.values())
 
+    def computed(self) -> dict[str, tuple[Tensor, ...]]:
+        """For each parameter the tensors that are finite where its step is."""
+        return {name: step.computed() for name, step in self._steps.items()}
+
     def sums(self) -> dict[str, Tensor]:
         """For each parameter a scalar tensor that is finite where its step is (nothing is read).
 

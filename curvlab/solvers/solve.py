@@ -12,12 +12,13 @@ NaN and infinity do not get lost in one.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import groupby
-from math import nan
+from math import isfinite, nan
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,8 +34,8 @@ from curvlab.gradient import RowGradient
 from curvlab.linalg import Matrix
 from curvlab.linalg.cg import Outcome
 from curvlab.linalg.inverse import NotFiniteError, NotPositiveDefiniteError
+from curvlab.linalg.pending import collected, explained, in_pieces, require
 from curvlab.linalg.precision import full_precision
-from curvlab.measure import device
 from curvlab.solvers.base import Guidance, LayerDirection, Preconditioner, Solver
 from curvlab.solvers.damping import Damping, damping_from
 from curvlab.solvers.registry import solvers
@@ -115,8 +116,17 @@ def solve(
             lambda found: _describe(*found, curvature, gradient, strict),
             on=_device_of(curvature),
         )
-    solution = _solve_layers(chosen, curvature, gradient, chosen_damping, process_group)
-    check_solution(solution, curvature, gradient)
+
+    def run() -> Solution:
+        found = _solve_layers(chosen, curvature, gradient, chosen_damping, process_group)
+        check_solution(found, curvature, gradient)
+        return found
+
+    with collected() as checks:
+        solution = run()
+        if checks is not None and checks.read():  # a factorisation was mended in place
+            solution = run()
+            checks.read()
     if strict:
         solution.check()
     return solution
@@ -343,7 +353,8 @@ class _Systems:
 
     def _prepare(self, unit: Unit) -> _Prepared:
         started = time.perf_counter()
-        with self._failures(unit.layer):
+        explain = partial(self._failures, unit.layer)
+        with explain(), explained(explain):
             state = unit.solver.prepare(unit.given, self.damping, unit.gradient)
         return _Prepared(unit, state, time.perf_counter() - started)
 
@@ -442,8 +453,11 @@ def check_gradient(curvature: Curvature, gradient: Mapping[str, Tensor]) -> None
             held[name] = entry.gradients.mean
         elif entry.ndim == 1:
             held[name] = entry
-    sums = {name: tensor.sum() for name, tensor in held.items()}
-    _refuse_not_finite([name for name in _find_not_finite(sums) if not _all_finite([held[name]])])
+
+    def judge(spoiled: list[str]) -> None:
+        _refuse_not_finite([name for name in spoiled if not _all_finite([held[name]])])
+
+    _find_not_finite(held, {}, judge)
 
 
 def _check_kind(name: str, entry: Tensor, example: Tensor) -> None:
@@ -463,7 +477,17 @@ def _refuse_not_finite(bad: list[str]) -> None:
 def check_solution(solution: Solution, curvature: Curvature, gradient: Mapping[str, Tensor]) -> None:
     """Raise where a step is not finite, or a breakdown comes from a gradient or a curvature that is not."""
     outcomes = {n: block.outcome for n, block in solution.blocks.items() if block.outcome is not None}
-    spoiled = _find_not_finite(solution.direction.sums(), outcomes)
+
+    def judge(spoiled: list[str]) -> None:
+        _explain_not_finite(spoiled, solution, curvature, gradient)
+
+    _find_not_finite(solution.direction.computed(), outcomes, judge)
+
+
+def _explain_not_finite(
+    spoiled: Sequence[str], solution: Solution, curvature: Curvature, gradient: Mapping[str, Tensor]
+) -> None:
+    """Raise what made the steps of these names not finite, if they are not."""
     held = {name: entry_of(gradient, name) for name in spoiled}
     _refuse_not_finite(
         [name for name, entry in held.items() if isinstance(entry, Tensor) and not _all_finite([entry])]
@@ -485,17 +509,28 @@ def check_solution(solution: Solution, curvature: Curvature, gradient: Mapping[s
             )
 
 
-def _find_not_finite(sums: Mapping[str, Tensor], outcomes: Mapping[str, Tensor] | None = None) -> list[str]:
-    """The names whose sum is not finite, or whose outcome is a breakdown; one read where there are none."""
-    if not sums:
-        return []
-    flags = torch.isfinite(torch.stack(list(sums.values())))
-    if outcomes:
-        flags = torch.cat([flags, torch.stack(list(outcomes.values())) != int(Outcome.BREAKDOWN)])
-    if not device.readable(flags) or bool(flags.all()):
-        return []
-    names = [*sums, *(outcomes or {})]
-    return list(dict.fromkeys(name for name, fine in zip(names, flags.tolist(), strict=True) if not fine))
+def _find_not_finite(
+    tensors: Mapping[str, Tensor | tuple[Tensor, ...]],
+    outcomes: Mapping[str, Tensor],
+    judge: Callable[[list[str]], None],
+) -> None:
+    """Give `judge` the names whose tensors may not be finite, or whose outcome is a breakdown."""
+    if not tensors:
+        return
+    named = [(n, t) for n, own in tensors.items() for t in ((own,) if isinstance(own, Tensor) else own)]
+    given = [tensor for _, tensor in named]
+    # One launch for all of them; on the CPU sums are the faster.
+    sums = [t.sum() for t in given] if in_pieces(given[0]) else list(torch._foreach_norm(given))
+    names = [name for name, _ in named]
+
+    def found(numbers: list[float]) -> None:
+        fine = [isfinite(number) for number in numbers[: len(names)]]
+        fine += [number != int(Outcome.BREAKDOWN) for number in numbers[len(names) :]]
+        spoiled = [n for n, f in zip([*names, *outcomes], fine, strict=True) if not f]
+        if spoiled:
+            judge(list(dict.fromkeys(spoiled)))
+
+    require([*sums, *outcomes.values()], found)
 
 
 def _all_finite(tensors: Iterable[Tensor]) -> bool:

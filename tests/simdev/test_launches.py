@@ -18,10 +18,10 @@ pytestmark = pytest.mark.device
 WIDTHS = (3072, 1024, 512, 256, 128, 64, 32, 16, 10)
 BATCH = 500
 STEPS = {
-    ("pch-1", "ea-cg"): (1800, 10),
-    ("pch-1", "kfi"): (762, 31),
-    ("fisher", "kfi"): (677, 31),
-    ("gauss-newton", "cg"): (4541, 24),
+    ("pch-1", "ea-cg"): (900, 6),
+    ("pch-1", "kfi"): (540, 3),
+    ("fisher", "kfi"): (490, 3),
+    ("gauss-newton", "cg"): (2000, 6),
 }
 """Launches and reads."""
 

@@ -1,0 +1,150 @@
+"""Checks whose numbers are read together: one wait of the host for all of them.
+
+To read a number from an accelerator is to wait until it has done all of its work. `require` hands over the
+numbers of a check and what judges them:
+
+    on the CPU, and outside of `collected()`    read and judged at once
+    inside of `collected()`, elsewhere          kept, until `Checks.read` reads all of them in one transfer
+
+A judge raises what is wrong, or returns True where it has mended a tensor that others were computed from
+since: `read` then returns True, and what was computed has to be computed again. Checks are judged in the
+order in which they were made, so the first failure is the one that is raised; an error of any other kind in
+between (NaN makes factorisations fail) gives way to it.
+
+With `Checks(never=True)` nothing is read at all: `stacked` has the numbers, to be judged some other time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+__all__ = ["Checks", "collected", "explained", "in_pieces", "readable", "require"]
+
+
+def readable(tensor: Tensor) -> bool:
+    """Whether the values of `tensor` can be read: not so for meta and fake tensors.
+
+    >>> readable(torch.ones(2)), readable(torch.ones(2, device="meta"))
+    (True, False)
+    """
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
+
+
+def in_pieces(tensor: Tensor) -> bool:
+    """Whether work on `tensor` is cut into pieces that stay in a cache, and reads decide what is computed.
+
+    So it is on the CPU. Elsewhere every piece is a launch and every read a wait.
+
+    >>> in_pieces(torch.ones(2))
+    True
+    """
+    return tensor.device.type in ("cpu", "meta")
+
+
+Judge = Callable[[list[float]], bool | None]
+Explanation = Callable[[], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True, eq=False)
+class _Check:
+    values: Sequence[Tensor]
+    judge: Judge
+    explain: Explanation
+
+
+class Checks:
+    """The checks that are waiting to be read; with `never`, numbers stay on the device (see `kept`)."""
+
+    def __init__(self, never: bool = False) -> None:
+        self.never = never
+        self._waiting: list[_Check] = []
+
+    def add(self, values: Sequence[Tensor], judge: Judge) -> None:
+        """Keep a check until `read`."""
+        self._waiting.append(_Check(values, judge, _EXPLAIN.get()))
+
+    def stacked(self) -> Tensor | None:
+        """The numbers of all checks, in their order; None where there are none."""
+        flat = [value for check in self._waiting for value in check.values]
+        if not flat:
+            return None
+        return torch.cat([value.reshape(-1) for value in flat])
+
+    def read(self) -> bool:
+        """Judge all checks, with one read; True where something was mended and must be computed again."""
+        stacked = self.stacked()
+        return stacked is not None and self.judge(stacked.tolist())
+
+    def judge(self, numbers: list[float]) -> bool:
+        """Judge the numbers of `stacked`, and forget the checks."""
+        waiting, self._waiting = self._waiting, []
+        mended, place = False, 0
+        for check in waiting:
+            count = sum(value.numel() for value in check.values)
+            with check.explain():
+                mended = bool(check.judge(numbers[place : place + count])) or mended
+            place += count
+        return mended
+
+
+_ACTIVE: ContextVar[Checks | None] = ContextVar("checks", default=None)
+_EXPLAIN: ContextVar[Explanation] = ContextVar("explain", default=nullcontext)
+
+
+@contextmanager
+def collected(checks: Checks | None = None) -> Iterator[Checks | None]:
+    """Collect the checks made inside; None is yielded where an outer one does already.
+
+    Whoever is given the checks calls `read` before the results are used.
+    """
+    if _ACTIVE.get() is not None:
+        yield None
+        return
+    own = Checks() if checks is None else checks
+    token = _ACTIVE.set(own)
+    try:
+        yield own
+    except Exception:
+        if not own.never:
+            own.read()  # what was wrong before says more
+        raise
+    finally:
+        _ACTIVE.reset(token)
+
+
+@contextmanager
+def explained(explain: Explanation) -> Iterator[None]:
+    """Judge the checks made inside in the context that `explain` makes: it says what they were part of."""
+    token = _EXPLAIN.set(explain)
+    try:
+        yield
+    finally:
+        _EXPLAIN.reset(token)
+
+
+def require(values: Sequence[Tensor], judge: Judge) -> None:
+    """Judge the entries of `values` now or, inside of `collected`, together with those of other checks.
+
+    >>> def judge(numbers):
+    ...     print(numbers)
+    >>> require([torch.tensor(True), torch.tensor([2.0, 3.0])], judge)
+    [1.0, 2.0, 3.0]
+    """
+    if not values or not readable(values[0]):
+        return
+    active = _ACTIVE.get()
+    if active is not None and values[0].device.type != "cpu":
+        active.add(values, judge)
+        return
+    if len(values) == 1:
+        found = values[0].tolist()
+        judge([float(x) for x in found] if isinstance(found, list) else [float(found)])
+        return
+    judge(torch.cat([value.reshape(-1) for value in values]).tolist())
