@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import curvlab
+from curvlab.linalg import pending
 from curvlab.measure import device
 from tests.solver_cases import KRONECKER, MATRIX_FREE, NARROW, SOLVERS, WIDE, WITH_EXPLICIT, problem
 
@@ -48,7 +49,8 @@ def reads_of(solver: str, provider: str, size: dict[str, Any]) -> int:
 def test_an_accelerator_is_read_every_eighth_iteration(
     monkeypatch: pytest.MonkeyPatch, solver: str, iterations: int, size: dict[str, Any], provider: str
 ) -> None:
-    monkeypatch.setattr(device, "read_interval", lambda tensor: 8)
+    monkeypatch.setattr(device, "read_interval", lambda tensor, *_: 8)
+    monkeypatch.setattr(device, "in_pieces", lambda tensor: False)
     layers, checks = 3, 2
     reads = reads_of(f"{solver}[max_iter={iterations},tol=0]", provider, size)
     assert reads <= layers * ceil(iterations / 8) + checks
@@ -56,8 +58,9 @@ def test_an_accelerator_is_read_every_eighth_iteration(
 
 @pytest.mark.parametrize("solver", ["cg", "ea-cg", "cg[formulation=explicit]", "cg[preconditioner=jacobi]"])
 def test_with_no_interval_the_iteration_reads_nothing(monkeypatch: pytest.MonkeyPatch, solver: str) -> None:
-    monkeypatch.setattr(device, "read_interval", lambda tensor: 0)
-    monkeypatch.setattr(device, "readable", lambda tensor: False)
+    monkeypatch.setattr(device, "read_interval", lambda tensor, *_: 0)
+    for module in (device, pending):
+        monkeypatch.setattr(module, "readable", lambda tensor: False)
     assert reads_of(solver, "pch-1", WIDE) == 0
 
 
@@ -74,7 +77,7 @@ def test_the_interval_changes_nothing_but_the_reads(
     curvature, gradient = curvlab.estimate("pch-1", p), p.gradient()
     text = f"{solver}[max_iter=30,tol=1e-8]"
     expected = curvlab.solve(text, curvature, gradient, alpha=0.05)
-    monkeypatch.setattr(device, "read_interval", lambda tensor: interval)
+    monkeypatch.setattr(device, "read_interval", lambda tensor, *_: interval)
     solution = curvlab.solve(text, curvature, gradient, alpha=0.05)
     for name, block in solution.blocks.items():
         assert torch.equal(solution.direction[name], expected.direction[name])

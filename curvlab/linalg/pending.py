@@ -10,8 +10,6 @@ A judge raises what is wrong, or returns True where it has mended a tensor that 
 since: `read` then returns True, and what was computed has to be computed again. Checks are judged in the
 order in which they were made, so the first failure is the one that is raised; an error of any other kind in
 between (NaN makes factorisations fail) gives way to it.
-
-With `Checks(never=True)` nothing is read at all: `stacked` has the numbers, to be judged some other time.
 """
 
 from __future__ import annotations
@@ -60,31 +58,21 @@ class _Check:
 
 
 class Checks:
-    """The checks that are waiting to be read; with `never`, numbers stay on the device (see `kept`)."""
+    """The checks that are waiting to be read."""
 
-    def __init__(self, never: bool = False) -> None:
-        self.never = never
+    def __init__(self) -> None:
         self._waiting: list[_Check] = []
 
     def add(self, values: Sequence[Tensor], judge: Judge) -> None:
         """Keep a check until `read`."""
         self._waiting.append(_Check(values, judge, _EXPLAIN.get()))
 
-    def stacked(self) -> Tensor | None:
-        """The numbers of all checks, in their order; None where there are none."""
-        flat = [value for check in self._waiting for value in check.values]
-        if not flat:
-            return None
-        return torch.cat([value.reshape(-1) for value in flat])
-
     def read(self) -> bool:
         """Judge all checks, with one read; True where something was mended and must be computed again."""
-        stacked = self.stacked()
-        return stacked is not None and self.judge(stacked.tolist())
-
-    def judge(self, numbers: list[float]) -> bool:
-        """Judge the numbers of `stacked`, and forget the checks."""
         waiting, self._waiting = self._waiting, []
+        if not waiting:
+            return False
+        numbers = torch.cat([value.reshape(-1) for check in waiting for value in check.values]).tolist()
         mended, place = False, 0
         for check in waiting:
             count = sum(value.numel() for value in check.values)
@@ -99,7 +87,7 @@ _EXPLAIN: ContextVar[Explanation] = ContextVar("explain", default=nullcontext)
 
 
 @contextmanager
-def collected(checks: Checks | None = None) -> Iterator[Checks | None]:
+def collected() -> Iterator[Checks | None]:
     """Collect the checks made inside; None is yielded where an outer one does already.
 
     Whoever is given the checks calls `read` before the results are used.
@@ -107,13 +95,12 @@ def collected(checks: Checks | None = None) -> Iterator[Checks | None]:
     if _ACTIVE.get() is not None:
         yield None
         return
-    own = Checks() if checks is None else checks
+    own = Checks()
     token = _ACTIVE.set(own)
     try:
         yield own
     except Exception:
-        if not own.never:
-            own.read()  # what was wrong before says more
+        own.read()  # what was wrong before says more
         raise
     finally:
         _ACTIVE.reset(token)

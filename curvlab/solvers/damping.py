@@ -139,7 +139,7 @@ def split_damping(trace_a: Tensor, n_a: int, trace_b: Tensor, n_b: int) -> Dampi
     2.0
     """
     # Two roots, because the ratio of the traces overflows where that of their roots does not.
-    ratio = trace_a.clamp(min=0).sqrt() / trace_b.clamp(min=0).sqrt() * (n_b / n_a) ** 0.5
+    ratio = (trace_a / n_a).clamp(min=0).sqrt() / (trace_b / n_b).clamp(min=0).sqrt()
     raw = ratio.nan_to_num(nan=1.0, posinf=float("inf"))
     pi = raw.clamp(*PI_LIMITS)
     return DampingSplit(pi, pi != raw)

@@ -244,7 +244,10 @@ class _OneLayer(StackedSystems):
 
     @cached_property
     def _selector(self) -> Tensor | None:
-        """Which rows belong to which system, (2, rows), where one product is less than a sum and a copy."""
+        """Which rows belong to which system, (2, rows), where one product is less than a sum and a copy.
+
+        NaN or infinity in one of the two systems of a layer then reaches the other: both are breakdowns.
+        """
         rows = len(self._image)
         if in_pieces(self._image) or rows != self.rank + 1 or not self.rank:
             return None

