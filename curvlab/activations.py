@@ -1,4 +1,4 @@
-"""Element-wise activations: σ, σ' and σ'', the Lipschitz constant sup |σ'|, and how a model's own is recognised.
+"""Element-wise activations: σ, σ' and σ'', the Lipschitz constant sup |σ'|, and how a module is recognised.
 
 Piecewise linear ones have σ'' = 0 almost everywhere; at kinks σ' is what torch's backward gives. Curved ones
 are in closed form, which reads h = σ(z) where that is cheaper than z: for the sigmoid σ' = h(1-h) and
