@@ -7,14 +7,14 @@ Everything here is per example and unweighted; the mean over a batch is
 with c_i from `weights`. For every criterion curvlab ships, E[ξ] is torch's own mean-reduced loss.
 In shapes, m is the number of examples and K the number of outputs.
 
-Below are the checks of logits and targets that criteria share; each error names the argument. Values are read
+The checks of logits and targets are shared by the criteria; each error names the argument. Values are read
 only where a tensor has some (`curvlab.measure.device.readable`); shapes always.
 
-Loss terms: what an example's loss is made of where the model gives several predictions per example.
+`LossTerms` are what an example's loss is made of where the model gives several predictions per example.
 
 The last dimension of the logits holds the outputs of one term, every dimension between batch and last counts
-terms: (B, K) is one term per example, (B, T, K) are T. With the terms' weights c_ij (class weights, 0 where
-`ignore_index` says so)
+terms: (B, K) is one term per example, (B, T, K) are T. With the terms' weights c_ij (class weights, 0 for
+`ignore_index`)
 
     c_i = Σ_j c_ij        ξ_i = Σ_j c_ij ξ_ij / c_i        E[f] = Σ_i c_i f_i / Σ_i c_i
 

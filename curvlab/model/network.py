@@ -5,7 +5,7 @@ known without running it: which parameters have blocks, that their dtype and dev
 a mode in which its output is random or mixes the examples, and whether the modules and parameters are still
 those of the problem.
 
-Calling a model: with a tensor, several or a dictionary of them, and what it returns as logits.
+`ModelCall` calls it with a tensor, several or a dictionary of them, and tells the logits in what it returns.
 
     inputs a tensor    model(x)              logits: a tensor, `.logits`, `["logits"]`,
     a tuple            model(*x)             or the first tensor of a tuple;
@@ -14,7 +14,7 @@ Calling a model: with a tensor, several or a dictionary of them, and what it ret
 The first dimension of every tensor of the inputs counts the examples. A forward that draws random numbers is
 refused; gradients, training modes, random state and the caller's grad mode are left as they were.
 
-Models in bfloat16 or float16: the function is taken in float32, at the values that the parameters have.
+Of models in bfloat16 or float16 (`FloatCopy`) the function is taken in float32, at the values that the parameters have.
 
     f(x; θ)  with  θ = float32(parameters)
 

@@ -11,11 +11,10 @@ rows are (examples, positions, parts, features), and the matrix of a parameter i
 The first dimension of what a function is given holds the examples. It may be a multiple of their number,
 where a model folded further dimensions into it, (B, T, …) → (B·T, …): these count as positions.
 
-Weights that meet the last dimension of their input: linear maps and bilinear ones.
+Two kinds need no unfolding and stand here: weights that meet the last dimension of their input (linear and
+bilinear maps), and parameters that are broadcast over the batch: scale and shift of normalisations, sums and products.
 
-Parameters that are broadcast over the batch: scale and shift of normalisations, sums and products.
-
-They have no Kronecker structure, but the gradient of one example has a closed form. With Σ_p over every
+The latter have no Kronecker structure, but the gradient of one example has a closed form. With Σ_p over every
 dimension that the parameter θ is broadcast over, except the batch,
 
     z = x + θ:  ∂ξ_i/∂θ = Σ_p g_ip          z = x ⊙ θ:  ∂ξ_i/∂θ = Σ_p g_ip ⊙ x_ip

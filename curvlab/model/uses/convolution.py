@@ -3,7 +3,7 @@
 What can be had without unfolding the input is computed without: the mean patch, the weight's gradient and
 the patches of few positions. The second moment of all patches unfolds one dimension less (see `Patches`).
 
-The patches of images that a convolution sees, and their second moment in less work than unfolding takes.
+`Patches` are what a convolution sees of images, and their second moment in less work than unfolding takes.
 
 Patches overlap: unfolded, an image has as many times its entries as the kernel has taps. Their second moment
 need not unfold all dimensions. Write tap κ of one dimension, of stride 1 and dilation d, apart from the rest:
