@@ -14,7 +14,8 @@ those of the problem.
 The first dimension of every tensor of the inputs counts the examples. A forward that draws random numbers is
 refused; gradients, training modes, random state and the caller's grad mode are left as they were.
 
-Of models in bfloat16 or float16 (`FloatCopy`) the function is taken in float32, at the values that the parameters have.
+Of models in bfloat16 or float16 (`FloatCopy`) the function is taken in float32, at the values that the
+parameters have.
 
     f(x; θ)  with  θ = float32(parameters)
 

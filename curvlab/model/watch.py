@@ -12,7 +12,8 @@ embedding) is used as a parameter is; its gradient is carried on to the paramete
 meets the batch in a function that curvlab does not know is *unknown* there: its gradients are then taken
 example by example.
 
-`CallTrace` notes the way that a forward takes: its calls, what each is given, and whether rows of the batch may meet there.
+`CallTrace` notes the way that a forward takes: its calls, what each is given, and whether rows of the batch
+may meet there.
 
 Two batches take the same way where the same functions are called in the same order, on the same results of
 earlier calls and the same parameters, with the same small whole numbers (dimensions, shifts, flags). What was

@@ -12,7 +12,8 @@ The first dimension of what a function is given holds the examples. It may be a 
 where a model folded further dimensions into it, (B, T, …) → (B·T, …): these count as positions.
 
 Two kinds need no unfolding and stand here: weights that meet the last dimension of their input (linear and
-bilinear maps), and parameters that are broadcast over the batch: scale and shift of normalisations, sums and products.
+bilinear maps), and parameters that are broadcast over the batch: scale and shift of normalisations, sums and
+products.
 
 The latter have no Kronecker structure, but the gradient of one example has a closed form. With Σ_p over every
 dimension that the parameter θ is broadcast over, except the batch,
