@@ -138,7 +138,7 @@ class Curvlinops:
         self.hessian = HessianLinearOperator(
             case.model,
             nn.CrossEntropyLoss(),
-            dict(case.model.named_parameters()),
+            list(case.model.parameters()),
             [(case.inputs, case.targets)],
             check_deterministic=False,
         )
