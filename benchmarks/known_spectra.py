@@ -31,7 +31,6 @@ from pathlib import Path
 from time import process_time
 from typing import Any
 
-import pandas as pd
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

@@ -5,16 +5,16 @@
 `mlp` is 64-128-64-10 (tanh) on 256 random rows, `resnet8` that of benchmarks.any_model_cost with tanh (a
 curvlinops Hessian has no forward-mode rule for SiLU) on 8 random images; cross-entropy, float32, one thread.
 
-    top-5     the five largest |λ|, to relative residuals of 1e-3. PyHessian: power iteration, tol=1e-6 between
-              two iterations, at most 100 each; curvlinops: scipy's eigsh of its operator
+    top-5     the five largest |λ|, to relative residuals of 1e-3. PyHessian: power iteration, tol=1e-6
+              between two iterations, at most 100 each; curvlinops: scipy's eigsh of its operator
     density   Lanczos quadrature of `probes` starts and `steps` products each; curvlab finds its 12 largest
               eigenvalues besides, and orthogonalises, as PyHessian does; curvlinops does not
     trace     Hutchinson with as many products
 
 Building the operator is part of every time. Numbers agree where the eigenvalues differ by at most 1e-2 of the
 largest (PyHessian's stop rule is on the values, not on residuals), and where means and mean squares of the
-densities, and the traces, differ by at most 4 standard errors over the probes. PyHessian calls torch.eig, which torch
-no longer has: the same function is put in its place by `eigh`.
+densities, and the traces, differ by at most 4 standard errors over the probes. PyHessian calls torch.eig,
+which torch no longer has: the same function is put in its place by `eigh`.
 """
 
 from __future__ import annotations
@@ -60,9 +60,7 @@ class Case:
 def mlp() -> Case:
     """64-128-64-10 with tanh on 256 rows."""
     torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64), nn.Tanh(), nn.Linear(64, 10)
-    )
+    model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64), nn.Tanh(), nn.Linear(64, 10))
     return Case(model, torch.randn(256, 64), torch.randint(0, 10, (256,)), 10, 80)
 
 
