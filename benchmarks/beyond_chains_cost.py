@@ -5,10 +5,10 @@
     python -m benchmarks.beyond_chains_cost ROWS.jsonl --table
 
 A gradient is a forward and a backward pass; every step includes its own. The ResNet-18 is that for 32 × 32
-images (SiLU, no norm, 11.2 M parameters), the transformer has 4 blocks of width 256 and 65 positions. Methods
-take turns in every round, each with a gradient before it; the figure is the median of the ratios by the clock.
+images (SiLU, no norm, 11.2 M parameters), the transformer has 4 blocks of width 256, 65 positions. Methods
+are timed each with a gradient before it, round by round; the figure is the median ratio by the clock.
 `peak` is that of tensor bytes over the gradient's, parameters and batch included in both. One row is
-appended for each network, batch, number of threads and method, and what has a row is not measured again:
+appended for each network, batch, number of threads and method; what has a row is not measured again:
 a run that ends after `--seconds` goes on where it was.
 """
 
@@ -132,7 +132,7 @@ def table(rows: list[Row]) -> str:
     limits = {method.name: method for method in METHODS}
     peers = {(r["network"], r["batch"], r["threads"]): r for r in rows if r["step"] == PEER}
     lines = [
-        "| network | batch | threads | step | gradients (least–most) | at most | peer takes | peak | verdict |",
+        "| network | batch | threads | step | gradients (range) | at most | peer takes | peak | verdict |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for r in rows:
