@@ -52,7 +52,7 @@ def draw_signs(seed: int, draw: int, keys: Tensor, count: int, dtype: torch.dtyp
     found = hashes(seed, SIGNS + draw, keys, -(-count // 64))
     values = torch.arange(256, device=keys.device)[:, None] >> torch.arange(8, device=keys.device)
     table = ((values & 1) * 2 - 1).to(dtype)
-    # A look-up of eight signs by each byte: a shift of int64 for every sign took ten times as long.
+    # Eight signs are looked up by each byte of a hash (little-endian), instead of one shift for every sign.
     octets = found.view(torch.uint8).int().flatten()
     return table.index_select(0, octets).reshape(len(keys), -1)[:, :count]
 
