@@ -1,7 +1,7 @@
 """Whatever a spec, a configuration or a store says: an answer, or an error of curvlab's own.
 
-Each property runs for seconds in CI; `make test-long` repeats all of them for an hour of processor time, or for
-as many seconds as CURVLAB_FUZZ_SECONDS says, and prints how many cases of each it has tried.
+Each property runs for seconds in CI; `make test-long` repeats all of them for an hour of processor time, or
+for as many seconds as CURVLAB_FUZZ_SECONDS says, and prints how many cases of each it has tried.
 """
 
 from __future__ import annotations

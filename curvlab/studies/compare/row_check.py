@@ -37,6 +37,7 @@ NAMES: dict[str, tuple[str, ...]] = {
 }
 OPTIONAL: dict[str, type] = {
     "point": str,
+    "run": str,
     "control": str,
     "spec": str,
     "config": dict,
