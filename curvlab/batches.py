@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from curvlab.exceptions import NoRowsError, ProblemError, StaleError
-from curvlab.model.calling import Inputs, example_count, tensors_of
+from curvlab.model.network import Inputs, example_count, tensors_of
 from curvlab.staleness import Fingerprint
 
 __all__ = ["Batch", "EmptySource", "Single", "Source", "Stream", "keep_batches", "source_of"]

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from curvlab.batches import Batch, EmptySource, Single, Source, Stream, source_of
 from curvlab.criteria import Criterion
+from curvlab.criteria.base import LossTerms
 from curvlab.criteria.registry import criterion_named
 from curvlab.distributed.agreement import Description, describe_model
 from curvlab.distributed.communicator import Communicator, communicator_of
@@ -33,15 +34,12 @@ from curvlab.distributed.statistics import (
 )
 from curvlab.exceptions import NoRowsError, ProblemError, SpecError, named_briefly, stacklevel_of_caller
 from curvlab.gradient import Gradient, GradientMean, add_decay, gradient_of
-from curvlab.linalg.precision import FullPrecision
-from curvlab.model.calling import Inputs, OutputChoice, tensors_of
+from curvlab.linalg.precision import FullPrecision, in_float
 from curvlab.model.example_gradients import example_gradients
-from curvlab.model.float_copy import in_float
-from curvlab.model.graph import Network
 from curvlab.model.layers import Chain, Layer, check_same_layers
+from curvlab.model.network import Inputs, Network, OutputChoice, tensors_of
 from curvlab.model.probe import record_and_probe
 from curvlab.model.recording import AllWeightsZeroError, ChainRecording, Recording, record
-from curvlab.model.terms import LossTerms
 from curvlab.specs import check_number
 from curvlab.staleness import Versions
 

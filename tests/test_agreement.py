@@ -27,7 +27,7 @@ from curvlab.distributed.agreement import (
 )
 from curvlab.distributed.communicator import LOCAL, Communicator
 from curvlab.exceptions import CurvlabError, ProblemError
-from curvlab.model.graph import Network
+from curvlab.model.network import Network
 from curvlab.optim import SecondOrder
 from curvlab.providers.estimate import Chosen, estimate_jointly
 from tests.test_communicator import data, model, on_ranks

@@ -59,7 +59,7 @@ while len(kills) < wanted:
     studies += 1
 print(json.dumps({"kills": kills, "studies": studies, "lost": lost}))
 """
-TIMES = ("waited", "load", "attempts", *(f"{phase}_iqr" for phase in ("total", *PHASES)))
+TIMES = ("run", "waited", "load", "attempts", *(f"{phase}_iqr" for phase in ("total", *PHASES)))
 
 
 def frames_without_times(folder: Path) -> dict[str, pd.DataFrame]:

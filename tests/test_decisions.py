@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pandas as pd
 import pytest
 from numpy.typing import NDArray
 from scipy import stats
@@ -12,6 +13,7 @@ from scipy import stats
 from curvlab.exceptions import ArgumentError
 from curvlab.studies.compare.decisions import CONFIDENCE, Decision, below_control, decide
 from curvlab.studies.compare.settings import Settings
+from curvlab.studies.compare.timing import decide_times, separate_runs_words
 from curvlab.studies.setup import Setup
 
 ROUNDS = Settings(Setup()).repetitions
@@ -169,3 +171,42 @@ def test_refusals_say_what_to_do() -> None:
         decide({})
     with pytest.raises(ArgumentError, match="compared were a, b"):
         decide({"a": [1.0, 2.0], "b": [1.0, 3.0]}).difference("a", "c")
+
+
+def timed(runs: dict[str, dict[str, float]]) -> pd.DataFrame:
+    """Four rounds in each run of pairs that take so many seconds; the second run sees a slower machine."""
+    slower = {run: 1 + 9 * number for number, run in enumerate(runs)}
+    return pd.DataFrame(
+        {
+            "provider": provider,
+            "solver": "s",
+            "repetition": repetition,
+            "run": run,
+            "estimate_seconds": slower[run] * seconds * (1 + 0.01 * repetition),
+            "prepare_seconds": 0.0,
+            "apply_seconds": 0.0,
+        }
+        for run, pairs in runs.items()
+        for provider, seconds in pairs.items()
+        for repetition in range(4)
+    )
+
+
+def test_times_are_paired_within_a_run_only() -> None:
+    merged = timed({"a": {"p": 1.0, "q": 2.0}, "b": {"r": 1.0, "t": 2.0}})
+    of_a, of_b = decide_times(merged)
+    assert (of_a.preferred, of_b.preferred) == ("p + s", "r + s")
+    assert set(of_a.names) == {"p + s", "q + s"}
+    assert "--fresh" in separate_runs_words(merged)
+    # Rounds without a name of their run, as earlier releases wrote them, are one run's.
+    (old,) = decide_times(merged.drop(columns="run"))
+    assert old.rounds == 4
+    assert separate_runs_words(merged.drop(columns="run")) == ""
+
+
+def test_a_resumed_comparison_has_one_decision_without_the_round_that_was_cut() -> None:
+    resumed = timed({"a": {"p": 1.0, "q": 2.0}, "b": {"p": 1.0, "q": 2.0}})
+    cut = resumed[~((resumed["run"] == "a") & (resumed["repetition"] == 3) & (resumed["provider"] == "q"))]
+    (found,) = decide_times(cut)
+    assert (found.rounds, found.preferred) == (7, "p + s")
+    assert separate_runs_words(cut) == ""

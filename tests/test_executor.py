@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -59,3 +63,29 @@ def test_places_by_name():
     assert place_of("process[workers=3]") == Process(3)
     with pytest.raises(SpecError, match="at least one process"):
         place_of("process[workers=0]")
+
+
+KILLED = """
+import os, signal
+from curvlab.studies.executor import Process
+if __name__ == "__main__":
+    pool = Process(workers=1).start()
+    print(pool.submit(os.getpid).result(), flush=True)
+    # PyDLL keeps the interpreter's lock, as the loading of a large module does: no thread of the worker runs.
+    pool.submit(eval, "__import__('ctypes').PyDLL(None).sleep(60)")
+    __import__("time").sleep(1)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread of the worker has to run")
+def test_a_worker_whose_parent_is_killed_ends_at_once_whatever_it_does(tmp_path: Path) -> None:
+    script = tmp_path / "study.py"
+    script.write_text(KILLED)
+    started = subprocess.run([sys.executable, str(script)], stdout=subprocess.PIPE, check=False)
+    worker = Path(f"/proc/{int(started.stdout)}/stat")
+    deadline = time.monotonic() + 10
+    while worker.exists() and worker.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from curvlab.criteria import MSE, CrossEntropy
+from curvlab.criteria.base import AllWeightsZeroError, LossTerms
 from curvlab.exceptions import ProblemError
-from curvlab.model.calling import ModelCall, example_count, slice_examples
 from curvlab.model.chain import ChainReader, ReadChain
-from curvlab.model.terms import AllWeightsZeroError, LossTerms
+from curvlab.model.network import ModelCall, example_count, slice_examples
 from curvlab.model.watch import Watch
 
 B = 4

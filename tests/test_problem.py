@@ -225,7 +225,7 @@ def test_a_model_whose_parameters_are_others_needs_a_new_problem(
 
 def test_the_same_problem_on_other_data_analyses_the_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
     given = problem()
-    monkeypatch.setattr(curvlab.model.graph.Network, "of", None)
+    monkeypatch.setattr(curvlab.model.network.Network, "of", None)
     other = given.with_data(X[:2], Y[:2])
     assert other.network is given.network
     assert "2 examples" in repr(other)

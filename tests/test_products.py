@@ -18,10 +18,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from curvlab.criteria import MSE, Criterion, CrossEntropy, FunctionCriterion, Robust
+from curvlab.criteria.base import AllWeightsZeroError
 from curvlab.exceptions import ArgumentError, ProblemError, StaleError
-from curvlab.model.calling import ModelCall
+from curvlab.model.network import ModelCall
 from curvlab.model.products import ModelProducts
-from curvlab.model.terms import AllWeightsZeroError
 from tests.product_cases import (
     CLASSES,
     EXAMPLES,

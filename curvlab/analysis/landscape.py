@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from curvlab.analysis.figures import axes_for
+from curvlab.criteria.base import AllWeightsZeroError, LossTerms
 from curvlab.exceptions import ArgumentError, SpecError, describe_argument
 from curvlab.linalg.precision import full_precision
-from curvlab.model.terms import AllWeightsZeroError, LossTerms
 from curvlab.problem import Problem
 from curvlab.providers.estimate import estimate
 

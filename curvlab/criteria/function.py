@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import grad, vjp, vmap
 
-from curvlab.criteria.base import Criterion
-from curvlab.criteria.checks import check_logits
+from curvlab.criteria.base import Criterion, check_logits
 from curvlab.exceptions import ProblemError
 from curvlab.measure.device import readable
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from curvlab.distributed.communicator import Communicator, Failure, failure_of
 from curvlab.exceptions import RankError
 from curvlab.measure import device
-from curvlab.model.graph import Network, hooks_of
+from curvlab.model.network import Network, hooks_of
 from curvlab.staleness import INTEGERS, mix
 
 __all__ = [

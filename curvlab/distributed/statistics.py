@@ -39,8 +39,8 @@ from curvlab.exceptions import NoRowsError, RankError
 from curvlab.gradient import Gradient, RowFactor, RowGradient
 from curvlab.linalg import DenseFactor, Factor, GramFactor
 from curvlab.linalg.factors import DiagonalFactor, InputFactors
-from curvlab.model.graph import Network
 from curvlab.model.layers import Layer
+from curvlab.model.network import Network
 from curvlab.model.recording import Recording
 from curvlab.staleness import Versions
 

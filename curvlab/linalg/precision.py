@@ -16,9 +16,11 @@ from types import FunctionType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 
-__all__ = ["FullPrecision", "autocast_switched_off", "full_precision"]
+__all__ = ["LOW_PRECISION", "FullPrecision", "autocast_switched_off", "full_precision", "in_float"]
 
+LOW_PRECISION = (torch.bfloat16, torch.float16)
 DEVICES = ("cpu", "cuda", "mps", "xpu")
 OPERATORS = frozenset({"__matmul__", "__getitem__", "__call__"})
 P = ParamSpec("P")
@@ -43,6 +45,15 @@ def _without_autocast() -> Iterator[None]:
             yield
     finally:
         _switched_off.reset(token)
+
+
+def in_float(tensor: Tensor) -> Tensor:
+    """A tensor of low precision as float32, any other as it is.
+
+    >>> in_float(torch.ones(2, dtype=torch.bfloat16)).dtype, in_float(torch.ones(2).double()).dtype
+    (torch.float32, torch.float64)
+    """
+    return tensor.float() if tensor.dtype in LOW_PRECISION else tensor
 
 
 def full_precision(function: Callable[P, R]) -> Callable[P, R]:

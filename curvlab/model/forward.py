@@ -27,11 +27,10 @@ from torch.utils import _pytree as pytree
 
 from curvlab.exceptions import ProblemError
 from curvlab.linalg.pending import require
-from curvlab.model.calling import Inputs, example_count, tensors_of
+from curvlab.linalg.precision import in_float
 from curvlab.model.chain import ChainReader, ReadChain
-from curvlab.model.float_copy import in_float
-from curvlab.model.graph import Network, own_hook
 from curvlab.model.layers import Chain, Layer, WatchedUses, layers_of
+from curvlab.model.network import Inputs, Network, example_count, own_hook, tensors_of
 from curvlab.model.nodes import NonlinearNode
 from curvlab.model.own_curvature import FurtherNode
 from curvlab.model.watch import Watch, leaves_behind

@@ -25,13 +25,12 @@ import torch
 from torch import Tensor
 
 from curvlab.criteria import Criterion
+from curvlab.criteria.base import AllWeightsZeroError
 from curvlab.exceptions import ProblemError
 from curvlab.measure import device
-from curvlab.model.calling import Inputs, slice_examples, take_examples
 from curvlab.model.forward import Forward
-from curvlab.model.graph import Network
+from curvlab.model.network import Inputs, Network, slice_examples, take_examples
 from curvlab.model.recording import GraphRecording, Recording, record
-from curvlab.model.terms import AllWeightsZeroError
 
 __all__ = ["record_and_probe"]
 

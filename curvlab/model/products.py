@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from curvlab.criteria import Criterion
+from curvlab.criteria.base import LossTerms
 from curvlab.exceptions import ArgumentError, ProblemError, StaleError
-from curvlab.model.calling import Inputs, ModelCall, eager_without_autocast
 from curvlab.model.double_backward import (
     TwiceDifferentiable,
     backward_pass,
@@ -35,7 +35,7 @@ from curvlab.model.double_backward import (
     no_second_derivative,
     refuse_broken_graphs,
 )
-from curvlab.model.terms import LossTerms
+from curvlab.model.network import Inputs, ModelCall, eager_without_autocast
 
 __all__ = ["BatchProducts", "ModelProducts", "differentiating_twice"]
 

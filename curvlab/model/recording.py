@@ -21,17 +21,16 @@ import torch
 from torch import Tensor
 
 from curvlab.criteria import Criterion
+from curvlab.criteria.base import AllWeightsZeroError, LossTerms
 from curvlab.exceptions import ProblemError
 from curvlab.linalg import GramFactor
 from curvlab.linalg.precision import FullPrecision
 from curvlab.measure import device
-from curvlab.model.calling import Inputs, tensors_of
 from curvlab.model.forward import Forward, check_finite, run_forward
-from curvlab.model.graph import Network
 from curvlab.model.layers import Chain, Layer
+from curvlab.model.network import Inputs, Network, tensors_of
 from curvlab.model.nodes import NodeInput, NonlinearNode, starting_at_nodes
 from curvlab.model.own_curvature import FurtherNode, OwnCurvature, own_curvature
-from curvlab.model.terms import AllWeightsZeroError, LossTerms
 from curvlab.model.uses import WeightUse
 from curvlab.model.watch import Listener, SeenUse, listener_of
 from curvlab.staleness import example_hashes

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from curvlab.criteria.base import LossTerms
 from curvlab.exceptions import ProblemError
 from curvlab.gradient import Gradient
-from curvlab.model.graph import uses_batch
-from curvlab.model.terms import LossTerms
+from curvlab.model.network import uses_batch
 from curvlab.problem import Problem
 
 __all__ = ["NOTE", "BatchStatistics", "running_statistics"]

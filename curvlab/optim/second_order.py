@@ -39,7 +39,7 @@ from curvlab.gradient import Gradient
 from curvlab.linalg.pending import collected
 from curvlab.linalg.precision import full_precision
 from curvlab.measure.device import keep_freed_memory, readable
-from curvlab.model.graph import Network, unwrap
+from curvlab.model.network import Network, unwrap
 from curvlab.optim.average import average, kept
 from curvlab.optim.batch_statistics import NOTE, BatchStatistics, running_statistics
 from curvlab.optim.guard import (

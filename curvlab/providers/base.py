@@ -29,8 +29,8 @@ from curvlab.exceptions import SpecError, StaleError
 from curvlab.linalg import Factor
 from curvlab.linalg.factors import DiagonalFactor, InputFactors
 from curvlab.measure import device
-from curvlab.model.graph import Network
 from curvlab.model.layers import Layer
+from curvlab.model.network import Network
 from curvlab.model.recording import Recording
 from curvlab.problem import Problem
 from curvlab.providers.example_rows import groups_of

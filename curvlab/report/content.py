@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -226,7 +226,7 @@ def _pareto(comparison: Comparison) -> Section:
     return Section("front", "Cost against error", measure.definition, drawings=(step, curvature))
 
 
-def _front_words(cells: pd.DataFrame, column: str, times: Decision | None) -> str:
+def _front_words(cells: pd.DataFrame, column: str, times: Sequence[Decision]) -> str:
     """The members of the front."""
     ahead = front([pair for pair in candidates(cells, column, times) if not math.isnan(pair.error)])
     if not ahead:

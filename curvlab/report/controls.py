@@ -227,7 +227,7 @@ class Evidence:
 
     against: Mapping[Pair, Against] = field(default_factory=dict)
     damping: Damping | None = None
-    times: Decision | None = None
+    times: tuple[Decision, ...] = ()
     point: str = ""
     draws: int = 1
 
@@ -250,7 +250,7 @@ def evidence_of(comparison: Comparison) -> Evidence:
     return Evidence(
         against_gradient(comparison.draws, point),
         damping,
-        decide_times(rounds) if len(rounds) else None,
+        decide_times(rounds) if len(rounds) else (),
         point_words(comparison),
         max(len(scenes), 1),
     )

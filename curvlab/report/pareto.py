@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 import pandas as pd
 
 from curvlab.studies.compare.decisions import Decision
+from curvlab.studies.compare.timing import ROUNDS
 
 __all__ = ["Candidate", "candidates", "front", "level_with", "undominated", "zero_step_pairs"]
 
 SAME_ERROR = 1e-3
-ROUNDS = 3  # of timing, from which paired differences decide
 ROUNDING = 1e-9  # relative errors below this are rounding, not error
 
 
@@ -32,7 +32,7 @@ class Candidate:
     cost: float
     spread: float
     error: float
-    times: Decision | None = field(default=None, repr=False, compare=False)
+    times: tuple[Decision, ...] = field(default=(), repr=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -48,9 +48,9 @@ class Candidate:
         >>> a.same_cost(b)
         True
         """
-        decided = self.times
-        if decided is not None and {self.name, other.name} <= set(decided.names):
-            return decided.same(self.name, other.name)
+        for decided in self.times:
+            if {self.name, other.name} <= set(decided.names):
+                return decided.same(self.name, other.name)
         return abs(self.cost - other.cost) <= max(self.spread, other.spread)
 
     def better_error(self, other: Candidate) -> bool:
@@ -59,7 +59,7 @@ class Candidate:
 
 
 def candidates(
-    cells: pd.DataFrame, error: str = "error_relative", times: Decision | None = None
+    cells: pd.DataFrame, error: str = "error_relative", times: Sequence[Decision] = ()
 ) -> list[Candidate]:
     """The cells that finished with a step and a known cost, with the column `error` as their error.
 
@@ -73,7 +73,7 @@ def candidates(
             float(row["total_seconds"]),
             _known(row["total_iqr"]),
             float(row[error]) if error in row and pd.notna(row[error]) else math.nan,
-            times if times is not None and times.rounds >= ROUNDS else None,
+            tuple(decision for decision in times if decision.rounds >= ROUNDS),
         )
         for _, row in finished.iterrows()
     ]

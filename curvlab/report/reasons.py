@@ -12,6 +12,7 @@ from curvlab.report.measures import ANGLE, CURVATURE, LOSS, STEP, Measure, curva
 from curvlab.report.numbers import digits, percent, second_words
 from curvlab.report.pareto import Candidate, candidates, zero_step_pairs
 from curvlab.report.words import count_words, join_names, sentence
+from curvlab.studies.compare.timing import ROUNDS
 
 __all__ = [
     "NOISE",
@@ -204,7 +205,7 @@ def hedge(cells: pd.DataFrame, evidence: Evidence) -> str:
         )
     how = (
         "where the interval of their paired differences, round by round, leaves out zero"
-        if evidence.times is not None and evidence.times.rounds > 2
+        if any(decision.rounds >= ROUNDS for decision in evidence.times)
         else "where the medians differ by more than the larger interquartile range"
     )
     return f"Times are medians on this machine; two count as different only {how}. {at}"

@@ -21,7 +21,7 @@ from curvlab.gradient import LazyTensors
 from curvlab.linalg import Matrix, RowProduct, Step
 from curvlab.linalg.cg import Outcome
 from curvlab.linalg.steps import TensorStep, add_step, as_step
-from curvlab.model.graph import unwrap
+from curvlab.model.network import unwrap
 from curvlab.solvers.damping import Damping, DampingSplit
 from curvlab.solvers.systems import Measures
 from curvlab.staleness import Versions, change_message

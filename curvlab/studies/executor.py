@@ -8,8 +8,11 @@ worker process that dies has its cells run again in a new pool.
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
+import signal
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -35,6 +38,7 @@ __all__ = ["Done", "Place", "Process", "Serial", "SerialExecutor", "Workers", "e
 A = TypeVar("A")
 R = TypeVar("R")
 ATTEMPTS = 3
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 class Place(Protocol):
@@ -113,9 +117,15 @@ class _Pool(ProcessPoolExecutor):
 def _end_with_parent() -> None:
     """Let this worker end when its parent does: a killed study leaves nobody who holds folders of its runs.
 
-    A worker that waits for its next call holds both ends of the pipe, and would wait for ever.
+    A worker that waits for its next call holds both ends of the pipe, and would wait for ever. Where the
+    kernel can (Linux), it ends the worker itself, whatever that does; a thread that waits for the parent's
+    end, as everywhere else, does not run while a module such as torch is being loaded.
     """
     parent = multiprocessing.parent_process()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if parent is not None and os.getppid() != parent.pid:  # it had ended before
+            os._exit(1)
 
     def watch() -> None:
         if parent is not None:

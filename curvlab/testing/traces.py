@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from curvlab.model.calling import tensors_of
+from curvlab.model.network import tensors_of
 from curvlab.problem import Problem
 
 __all__ = ["differences", "mark", "state_of"]

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import curvlab
-from curvlab.activations import lookup, register_activation
+from curvlab import activations
+from curvlab.activations import register_activation
 
 
 class Arctan(nn.Module):
@@ -21,8 +22,8 @@ class Arctan(nn.Module):
 
 @pytest.fixture(autouse=True)
 def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookup, "NAMED", dict(lookup.NAMED))
-    monkeypatch.setattr(lookup, "MODULES", dict(lookup.MODULES))
+    monkeypatch.setattr(activations, "NAMED", dict(activations.NAMED))
+    monkeypatch.setattr(activations, "MODULES", dict(activations.MODULES))
 
 
 @pytest.mark.slow

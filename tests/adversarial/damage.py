@@ -187,6 +187,11 @@ DAMAGE: dict[str, dict[str, Damage]] = {
         "a layer whose error is text": edit("error", layers=[{"layer": "Total", "error": "large"}]),
         "blocks of numbers": edit("solve", blocks=[3]),
         "traces of unequal length": edit("solve", traces={"block": ["a"], "iteration": [], "residual": []}),
+        "traces with a list for a number": edit(
+            "solve", traces={"block": ["a"], "iteration": [[None]], "residual": [0.1]}
+        ),
+        "an integer beyond every float": edit("cost", apply_seconds=10**400),
+        "a draw beyond every float": edit("solve", draw=10**400),
         "traces of numbers": edit("solve", traces={"block": 3}),
         "notes of numbers": edit("solve", notes=[3]),
         "a study without config": edit("study", config=GONE),

@@ -82,8 +82,8 @@ def whole_lines(folder: Path) -> list[bytes]:
 
 
 def is_time(name: str) -> bool:
-    """Whether it is one, or says how other programs disturbed its measurement."""
-    return "seconds" in name or name in ("waited", "load", "attempts")
+    """Whether it is one, or says in which run it was measured and how other programs disturbed that."""
+    return "seconds" in name or name in ("waited", "load", "attempts", "run")
 
 
 def without_times(value: Any) -> Any:

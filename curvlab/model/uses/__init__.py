@@ -13,19 +13,21 @@ Another package adds a class of its own, derived from `Use` or `WeightUse`, by b
 `curvlab.model.bindings`.
 """
 
-from curvlab.model.uses.base import Use, WeightUse
-from curvlab.model.uses.broadcast import (
+from curvlab.model.uses.base import (
     AddedUse,
+    BilinearUse,
     BroadcastUse,
+    LinearUse,
     MultipliedUse,
     ScaleShiftUse,
     ScaleUse,
     ShiftUse,
+    Use,
+    WeightUse,
     scale_and_shift_uses,
 )
 from curvlab.model.uses.convolution import ConvolutionUse, TransposedConvolutionUse
 from curvlab.model.uses.embedding import EmbeddingBagUse, EmbeddingUse
-from curvlab.model.uses.linear import BilinearUse, LinearUse
 
 __all__ = [
     "AddedUse",

@@ -43,7 +43,7 @@ def pareto_scatter(
     look: Look | None = None,
     *,
     error: str = "error_relative",
-    times: Decision | None = None,
+    times: Sequence[Decision] = (),
 ) -> Axes:
     """Median seconds (with their interquartile range) against `error`; the front is labelled.
 

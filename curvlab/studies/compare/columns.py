@@ -207,6 +207,7 @@ REPETITIONS = (
     *PAIR,
     Column("point", "text"),
     Column("repetition", "count"),
+    Column("run", "text"),
     *(Column(f"{phase}_seconds", "seconds") for phase in PHASES),
     Column("wall_seconds", "seconds"),
     Column("cpu_seconds", "seconds"),
@@ -214,8 +215,8 @@ REPETITIONS = (
     Column("load", "number"),
     Column("attempts", "count"),
 )
-"""One row per pair or control (which has no solver), point and repetition, with what other programs did
-meanwhile (`timing`)."""
+"""One row per pair or control (which has no solver), point and repetition, with the run that measured it and
+what other programs did meanwhile (`timing`)."""
 
 ERRORS = (
     Column("layer", "label", "layer"),

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from curvlab.criteria.base import LossTerms
 from curvlab.curvature import Curvature
-from curvlab.model.calling import Inputs, ModelCall
-from curvlab.model.terms import LossTerms
+from curvlab.model.network import Inputs, ModelCall
 from curvlab.problem import Problem
 
 __all__ = ["Descent", "DescentBench", "backpropagate", "predicted_decrease"]

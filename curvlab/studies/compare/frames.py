@@ -29,7 +29,7 @@ from curvlab.studies.compare.columns import (
 )
 from curvlab.studies.compare.controls import CONTROLS
 from curvlab.studies.compare.race import race_rows
-from curvlab.studies.compare.timing import disturbance_words
+from curvlab.studies.compare.timing import disturbance_words, separate_runs_words
 from curvlab.studies.schema import Column
 from curvlab.studies.small.errors import TOTAL
 from curvlab.studies.store import Row, identity_of
@@ -172,9 +172,20 @@ def comparison_from(
         convergence=_frame(race.convergence, CONVERGENCE),
         by_time=_frame(race.by_time, BY_TIME),
         tuning=_frame(race.tuning, TUNING),
-        warnings=[*filter(None, [disturbance_words(times)]), *_warnings(study, shown, wrong, race.warnings)],
+        warnings=[
+            *filter(None, [disturbance_words(times), separate_runs_words(_at(times, deciding))]),
+            *_warnings(study, shown, wrong, race.warnings),
+        ],
         failures=_failures([*(row for _, row in measured), *broken, *wrong, *by_kind["scene"], *race.runs]),
     )
+
+
+def _at(times: pd.DataFrame, point: str) -> pd.DataFrame:
+    """The times of one point; a row of an earlier release does not say which run it is of."""
+    if times.empty:
+        return times
+    own = times[times["point"] == point]
+    return own.assign(run=own["run"].fillna("")) if "run" in own else own
 
 
 def _in_order(rows: Iterable[Row], named: Sequence[tuple[str, str]]) -> list[tuple[tuple[str, str], Row]]:

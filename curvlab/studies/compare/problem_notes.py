@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from curvlab.exceptions import named_briefly
-from curvlab.model.graph import DROPOUTS
+from curvlab.model.network import DROPOUTS
 from curvlab.problem import Problem
 
 __all__ = ["problem_notes"]

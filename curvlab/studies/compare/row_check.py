@@ -18,6 +18,7 @@ from curvlab.studies.compare.columns import (
     REPETITIONS,
     SCENES,
     SPECTRA,
+    TRACES,
     cell_columns,
 )
 from curvlab.studies.schema import Column
@@ -36,6 +37,7 @@ NAMES: dict[str, tuple[str, ...]] = {
 }
 OPTIONAL: dict[str, type] = {
     "point": str,
+    "run": str,
     "control": str,
     "spec": str,
     "config": dict,
@@ -61,6 +63,7 @@ PARTS: dict[str, tuple[Sequence[Column], str]] = {
     "spectra": (SPECTRA, ""),
 }
 """The lists inside a row: the columns of their entries, and the one that every entry has."""
+LARGEST = 10**300
 WORDS: dict[type, str] = {str: "text", dict: "an object", list: "a list"}
 
 
@@ -83,7 +86,7 @@ def row_problem(row: Row) -> str:
             return f"`{name}` is {_words(row.get(name))}, expected {WORDS[expected]}"
     whole = {name for name in WHOLE if name in row} | ({"repetition"} if kind == "cost" else set())
     for name in sorted(whole):
-        if type(row.get(name)) is not int:
+        if type(row.get(name)) is not int or not _is_number(row[name]):
             return f"`{name}` is {_words(row.get(name))}, expected an integer"
     return _wrong_number(row, _columns(row), _needed(row)) or _wrong_part(row)
 
@@ -113,11 +116,20 @@ def _wrong_part(row: Row) -> str:
                 return f"`{name}` has an entry without its `{needed}`"
             if problem := _wrong_number(part, columns):
                 return f"{problem} (in `{name}`)"
-    traces = row.get("traces", {}).values()
-    if not all(isinstance(values, list) for values in traces) or len({len(values) for values in traces}) > 1:
-        return "`traces` are not lists of one length"
+    if problem := _wrong_traces(row.get("traces", {})):
+        return problem
     texts = (text for name in ("warnings", "notes") for text in row.get(name, ()))
     return "" if all(isinstance(text, str) for text in texts) else "`warnings` or `notes` are not texts"
+
+
+def _wrong_traces(traces: Row) -> str:
+    """What is wrong with the residuals by block and iteration, which a row holds column by column."""
+    columns = list(traces.values())
+    if not all(isinstance(values, list) for values in columns) or len({len(one) for one in columns}) > 1:
+        return "`traces` are not lists of one length"
+    entries = (dict(zip(traces, values, strict=True)) for values in zip(*columns, strict=True))
+    problems = (_wrong_number(entry, TRACES) for entry in entries)
+    return next((f"{problem} (in `traces`)" for problem in problems if problem), "")
 
 
 def _wrong_number(row: Row, columns: Sequence[Column], needed: Collection[str] = ()) -> str:
@@ -125,13 +137,22 @@ def _wrong_number(row: Row, columns: Sequence[Column], needed: Collection[str] =
     for column in columns:
         value = row.get(column.name)
         missing = value is None and column.name not in needed
-        if not column.is_text and not missing and not isinstance(value, (int, float)):
+        if not column.is_text and not missing and not _is_number(value):
             return f"`{column.name}` is {_words(value)}, expected a number"
     return ""
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is one that a column can hold: JSON knows integers of any length."""
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) <= LARGEST)
 
 
 def _words(value: Any) -> str:
     if value is None:
         return "missing"
     kind = "an object" if isinstance(value, dict) else f"a {type(value).__name__}"
-    return f"{value!r}" if isinstance(value, (str, int, float)) else kind
+    return _short(f"{value!r}") if isinstance(value, (str, int, float)) else kind
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 40 else f"{text[:37]}..."

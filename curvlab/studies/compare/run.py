@@ -12,6 +12,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
+from uuid import uuid4
 
 import torch
 
@@ -239,6 +240,7 @@ def _measure(
     trained = [done[i] for i in finished if i[0] in RACE and done[i].get("study") == settings.study]
     total += max(0, planned_tasks(settings) - len(trained))
     count = 0
+    run = uuid4().hex[:12]
     on_progress(Progress(count, total))
 
     def carry_out(tasks: Iterable[Task]) -> int:
@@ -247,6 +249,8 @@ def _measure(
         pending = [task for task in tasks if identity_of(task.head) not in finished]
         for ended in workers.run(run_task, pending):
             row = ended.result if ended.result is not None else failure(ended.argument.head, ended.error)  # type: ignore[arg-type]
+            if row["kind"] == "cost":
+                row["run"] = run  # rounds of different runs saw different moments of the machine
             rows.append(row)
             done[identity_of(row)] = row
             finished.add(identity_of(row))

@@ -39,13 +39,23 @@ from curvlab.studies.compare.decisions import CONFIDENCE, Decision, decide
 from curvlab.studies.compare.resources import Pair, fresh
 from curvlab.studies.store import Row
 
-__all__ = ["Measurement", "Patience", "Phases", "Stopwatch", "decide_times", "disturbance_words"]
+__all__ = [
+    "Measurement",
+    "Patience",
+    "Phases",
+    "Stopwatch",
+    "decide_times",
+    "disturbance_words",
+    "separate_runs_words",
+]
 
 MIN_SECONDS = 0.01
 ATTEMPTS = 3
 IN_VAIN = 10
 DISTURBED = 0.1
 """A measurement that waited for more than this share of its time was disturbed."""
+ROUNDS = 3
+"""From so many rounds on paired differences decide between times."""
 TOLERATED = 0.2
 """Times are trusted as long as no larger share of the rows is disturbed."""
 
@@ -219,20 +229,49 @@ class Stopwatch:
         return prepare, apply
 
 
-def decide_times(repetitions: pd.DataFrame, confidence: float = CONFIDENCE, seed: int = 0) -> Decision:
+def decide_times(
+    repetitions: pd.DataFrame, confidence: float = CONFIDENCE, seed: int = 0
+) -> tuple[Decision, ...]:
     """Which pairs are quicker beyond the noise, from the frame of repetitions: names are `provider + solver`.
+
+    Only rounds of one run are paired. Where every pair has rounds in common with all others there is one
+    decision. Where pairs were timed in different runs (merged folders, or pairs that were added later) there
+    is one of each run on the pairs it has timed, and none between pairs of different runs.
 
     >>> seconds = [1.0, 2.0, 1.5, 3.1, 1.2, 2.4, 1.0, 2.1]
     >>> frame = pd.DataFrame({"provider": ["p", "q"] * 4, "solver": "s",
     ...     "repetition": [0, 0, 1, 1, 2, 2, 3, 3], "estimate_seconds": seconds,
     ...     "prepare_seconds": 0.0, "apply_seconds": 0.0})
-    >>> decide_times(frame).preferred
-    'p + s'
+    >>> [decision.preferred for decision in decide_times(frame)]
+    ['p + s']
     """
+    rounds = _rounds(repetitions)
+    whole = rounds.notna().all(axis=1)
+    by_run = [own.dropna(axis=1, how="all") for _, own in rounds.groupby(level="run", sort=False)]
+    parts = [rounds] if whole.sum() >= ROUNDS or len(by_run) == 1 else by_run
+    return tuple(
+        decide({str(name): part[name].tolist() for name in part}, confidence=confidence, seed=seed)
+        for part in parts
+    )
+
+
+def _rounds(repetitions: pd.DataFrame) -> pd.DataFrame:
+    """The total seconds of each pair (columns) in each round of each run (rows)."""
     total = repetitions[["estimate_seconds", "prepare_seconds", "apply_seconds"]].sum(axis=1, skipna=False)
     named = repetitions.assign(name=repetitions["provider"] + " + " + repetitions["solver"], total=total)
-    rounds = named.pivot_table("total", "repetition", "name", aggfunc="last", sort=False)
-    return decide({str(name): rounds[name].tolist() for name in rounds}, confidence=confidence, seed=seed)
+    named = named if "run" in named else named.assign(run="")
+    return named.pivot_table("total", ["run", "repetition"], "name", aggfunc="last", sort=False)
+
+
+def separate_runs_words(repetitions: pd.DataFrame) -> str:
+    """That pairs were timed in different runs, from the frame of repetitions; empty where they were not."""
+    pairs = repetitions[repetitions["solver"] != ""] if len(repetitions) else repetitions
+    if pairs.empty or len(decide_times(pairs)) == 1:
+        return ""
+    return (
+        "Not all pairs were timed in the same run: only times of one run are compared round by round, all "
+        "others by their medians and interquartile ranges. Compare again with --fresh to time all together."
+    )
 
 
 def disturbance_words(repetitions: pd.DataFrame) -> str:

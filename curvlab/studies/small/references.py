@@ -29,7 +29,7 @@ from curvlab.curvature import Curvature, LayerCurvature
 from curvlab.curvature_layers import SharedLayer
 from curvlab.exceptions import CurvlabError
 from curvlab.measure.flops import counting
-from curvlab.model.calling import ModelCall
+from curvlab.model.network import ModelCall
 from curvlab.model.products import ModelProducts
 from curvlab.problem import Problem
 

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from curvlab.criteria import Criterion
+from curvlab.criteria.base import LossTerms
 from curvlab.data import Examples
 from curvlab.data.dataset import Batches
 from curvlab.distributed.agreement import agree
 from curvlab.distributed.communicator import LOCAL, Communicator
 from curvlab.distributed.launch import shard
-from curvlab.model.terms import LossTerms
 
 __all__ = ["Score", "evaluate"]
 

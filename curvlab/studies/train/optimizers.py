@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from curvlab.criteria import Criterion
+    from curvlab.criteria.base import LossTerms
     from curvlab.distributed.communicator import Communicator
-    from curvlab.model.terms import LossTerms
 
 __all__ = [
     "LBFGS",
@@ -134,7 +134,7 @@ class GradientSteps:
     def _forward(self, inputs: Tensor, targets: Tensor) -> _Forward:
         import torch
 
-        from curvlab.model.terms import LossTerms
+        from curvlab.criteria.base import LossTerms
 
         with torch.enable_grad():
             logits = self.model(inputs)

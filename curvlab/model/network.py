@@ -4,26 +4,68 @@ What the forward computes is read off each batch as it runs (`curvlab.model.forw
 known without running it: which parameters have blocks, that their dtype and device agree, that no layer is in
 a mode in which its output is random or mixes the examples, and whether the modules and parameters are still
 those of the problem.
+
+`ModelCall` calls it with a tensor, several or a dictionary of them, and tells the logits in what it returns.
+
+    inputs a tensor    model(x)              logits: a tensor, `.logits`, `["logits"]`,
+    a tuple            model(*x)             or the first tensor of a tuple;
+    a dictionary       model(**x)            `output=` names a field, an index or a function
+
+The first dimension of every tensor of the inputs counts the examples. A forward that draws random numbers is
+refused; gradients, training modes, random state and the caller's grad mode are left as they were.
+
+Of models in bfloat16 or float16 (`FloatCopy`) the function is taken in float32, at the values that the
+parameters have.
+
+    f(x; θ)  with  θ = float32(parameters)
+
+A curvature of the rounded function has no meaning: its derivatives are those of a staircase. curvlab
+therefore works with a copy of the model whose parameters and buffers are float32, and which follows the
+values and modes of the model it was made of. The model itself is only read; a step is added to it in its own
+dtype. What a model keeps outside its parameters and buffers (a closure over a weight, say) is not copied, and
+is refused where the copy's outputs depend on it.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from curvlab.exceptions import ProblemError, StaleError
-from curvlab.model.calling import ModelCall, OutputChoice
-from curvlab.model.float_copy import FloatCopy
+from curvlab.exceptions import ProblemError, StaleError, describe_argument
+from curvlab.linalg.precision import LOW_PRECISION, in_float
+from curvlab.measure import device
+from curvlab.staleness import Versions
 
-__all__ = ["DROPOUTS", "Network", "hooks_of", "own_hook", "unwrap", "uses_batch"]
+__all__ = [
+    "DROPOUTS",
+    "FloatCopy",
+    "Inputs",
+    "ModelCall",
+    "Network",
+    "OutputChoice",
+    "example_count",
+    "hooks_of",
+    "own_hook",
+    "slice_examples",
+    "take_examples",
+    "tensors_of",
+    "uncompiled",
+    "unwrap",
+    "uses_batch",
+]
 
 DROPOUTS = (nn.Dropout, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 DTYPES = (torch.float32, torch.float64)
@@ -354,3 +396,269 @@ def uses_batch(module: nn.modules.batchnorm._NormBase) -> bool:
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
         return module.training or not module.track_running_stats
     return module.training and module.track_running_stats
+
+
+Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
+OutputChoice = str | int | Callable[[Any], Tensor] | None
+
+
+def tensors_of(inputs: Inputs) -> list[Tensor]:
+    """The tensors of the inputs, in order.
+
+    >>> [t.shape for t in tensors_of({"ids": torch.zeros(2, 3), "mask": torch.ones(2, 3)})]
+    [torch.Size([2, 3]), torch.Size([2, 3])]
+    """
+    if isinstance(inputs, Mapping):
+        inputs = dict(inputs)
+    return [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+
+
+def example_count(inputs: Inputs, what: str = "the batch") -> int:
+    """The number of examples: the first dimension, which all tensors of the inputs share."""
+    tensors = tensors_of(inputs)
+    if not tensors:
+        raise ProblemError(f"inputs of {what}: expected a tensor, or a tuple or dictionary of tensors")
+    counts = {len(tensor) if tensor.ndim else 0 for tensor in tensors}
+    if len(counts) > 1:
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        raise ProblemError(
+            f"inputs of {what} have tensors of shapes {shapes}; expected the examples in the first "
+            f"dimension of each"
+        )
+    return counts.pop()
+
+
+def slice_examples(inputs: Inputs, first: int, last: int) -> Inputs:
+    """The examples from `first` up to `last`."""
+    if isinstance(inputs, Mapping):
+        inputs = dict(inputs)
+    sliced: Inputs = pytree.tree_map_only(Tensor, lambda tensor: tensor[first:last], inputs)
+    return sliced
+
+
+def take_examples(inputs: Inputs, indices: Tensor) -> Inputs:
+    """The examples under these indices, in their order.
+
+    >>> take_examples((torch.arange(3), torch.arange(3, 6)), torch.tensor([2, 2]))
+    (tensor([2, 2]), tensor([5, 5]))
+    """
+    if isinstance(inputs, Mapping):
+        inputs = dict(inputs)
+    taken: Inputs = pytree.tree_map_only(Tensor, lambda t: t[indices.to(t.device)], inputs)
+    return taken
+
+
+class ModelCall:
+    """A model with the choice of its logits.
+
+    >>> call = ModelCall(nn.Linear(3, 2))
+    >>> call(torch.ones(4, 3)).shape
+    torch.Size([4, 2])
+    """
+
+    def __init__(self, model: nn.Module, output: OutputChoice = None) -> None:
+        self.model, self.output = model, output
+
+    def __call__(self, inputs: Inputs, mode: AbstractContextManager[Any] | None = None) -> Tensor:
+        """The logits, with their graph where gradients are enabled; `mode` is entered around the call."""
+        given = pytree.tree_map_only(Tensor, _usable, dict(inputs) if isinstance(inputs, Mapping) else inputs)
+        with eager_without_autocast(inputs):
+            example = tensors_of(inputs)[0]
+            before = device.random_states(example)
+            with mode or nullcontext():
+                logits = self.logits_of(_called(self.model, given))
+            if device.readable(logits) and not before.unchanged():
+                _check_randomness(self.model, given, before)
+            return logits
+
+    def logits_of(self, returned: Any) -> Tensor:
+        """What of the model's return value are the logits."""
+        logits = self._picked(returned)
+        if not isinstance(logits, Tensor) or not logits.is_floating_point() or logits.ndim < 2:
+            chosen = "" if self.output is None else f" (output={self.output!r})"
+            raise ProblemError(
+                f"the model returned {describe_argument(logits)}{chosen}; expected logits of shape "
+                f"(examples, …, outputs). Name them with output=: a field, an index or a function"
+            )
+        return logits
+
+    def _picked(self, returned: Any) -> Any:
+        if callable(self.output):
+            return self.output(returned)
+        if self.output is not None:
+            return _field(returned, self.output)
+        if isinstance(returned, Tensor):
+            return returned
+        if hasattr(returned, "logits"):
+            return returned.logits
+        if isinstance(returned, Mapping):
+            return returned.get("logits", returned)
+        if isinstance(returned, tuple | list):
+            return next((entry for entry in returned if isinstance(entry, Tensor)), returned)
+        return returned
+
+
+def _called(model: nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, Tensor):
+        return model(inputs)
+    return model(**inputs) if isinstance(inputs, dict) else model(*inputs)
+
+
+def _field(returned: Any, name: str | int) -> Any:
+    try:
+        if isinstance(name, str) and not isinstance(returned, Mapping):
+            return getattr(returned, name)
+        return returned[name]
+    except (AttributeError, KeyError, IndexError, TypeError) as error:
+        known = (
+            list(returned)
+            if isinstance(returned, Mapping)
+            else sorted(vars(returned))
+            if hasattr(returned, "__dict__")
+            else describe_argument(returned)
+        )
+        raise ProblemError(
+            f"output={name!r}: the model's return value has no such field; it has {known}"
+        ) from error
+
+
+def _usable(tensor: Tensor) -> Tensor:
+    """In float32 at least; and autograd cannot save what was made in inference mode, but a copy of it."""
+    with torch.inference_mode(False):
+        return in_float(tensor.clone() if tensor.is_inference() else tensor)
+
+
+@contextmanager
+def eager_without_autocast(inputs: Inputs) -> Iterator[None]:
+    """Outside inference mode and autocast, with modules that were compiled in place run as written."""
+    kind = tensors_of(inputs)[0].device.type
+    with torch.inference_mode(False), torch.autocast(kind, enabled=False), uncompiled():
+        yield
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Runs modules that were compiled in place as written: compiled code calls no hooks."""
+    # While dynamo has not been imported nothing is compiled, and importing it takes seconds.
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
+class _SeededOperations(TorchDispatchMode):
+    """Notes whether this thread draws random numbers; other threads may, at any time."""
+
+    drawn = False
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        self.drawn |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+def _check_randomness(model: nn.Module, given: Any, before: device.RandomStates) -> None:
+    """Refuse a forward that draws random numbers; called where torch's state was `before` and has changed."""
+    with torch.no_grad(), _SeededOperations() as watch:
+        _called(model, given)
+    if watch.drawn:
+        before.restore()
+        raise ProblemError(
+            f"the forward of {type(model).__name__} draws random numbers: the curvature would be that of one "
+            f"random draw. Call model.eval() first, or take the randomness out"
+        )
+
+
+@dataclass(eq=False)
+class FloatCopy:
+    """A float32 copy `model` of the model `given`, which `follow` brings to its values and modes.
+
+    `settings` tells what of a model is neither: a change of it needs a new copy.
+
+    >>> given = nn.Linear(2, 1, dtype=torch.bfloat16)
+    >>> copied = FloatCopy.of(given, lambda model: None)
+    >>> copied.model.weight.dtype, given.weight.dtype
+    (torch.float32, torch.bfloat16)
+    """
+
+    given: nn.Module
+    model: nn.Module
+    settings: Callable[[nn.Module], Hashable] = field(repr=False)
+    _versions: Versions | None = field(default=None, init=False, repr=False)
+    _noted: Hashable = field(default=None, init=False, repr=False)
+
+    @classmethod
+    def of(cls, given: nn.Module, settings: Callable[[nn.Module], Hashable]) -> FloatCopy | None:
+        """A copy of a model that has parameters or buffers of low precision; None of any other."""
+        low = {id(tensor): tensor for tensor in _tensors(given) if tensor.dtype in LOW_PRECISION}
+        if not low:
+            return None
+        try:
+            model = deepcopy(given, {key: _float_leaf(tensor) for key, tensor in low.items()})
+        except Exception as error:
+            dtype = str(next(iter(low.values())).dtype).removeprefix("torch.")
+            raise ProblemError(
+                f"the model is in {dtype}, whose curvature is that of the float32 function, and no copy of "
+                f"it in float32 can be made ({type(error).__name__}: {error}). Call model.float() first"
+            ) from error
+        copied = cls(given, model, settings)
+        copied._noted = settings(given)
+        return copied
+
+    @property
+    def dtype(self) -> str:
+        """The low precision of the given model, in words."""
+        low = next(tensor.dtype for tensor in _tensors(self.given) if tensor.dtype in LOW_PRECISION)
+        return str(low).removeprefix("torch.")
+
+    def __getstate__(self) -> dict[str, object]:
+        """A pickled or deep copy has modules of its own: it reads all values and settings anew."""
+        return {**self.__dict__, "_versions": None, "_noted": None}
+
+    def follow(self) -> None:
+        """Bring values and modes of the copy to those of the given model."""
+        now = self.settings(self.given)
+        self._noted = now if self._noted is None else self._noted
+        if self._noted != now:
+            raise StaleError(
+                f"hooks or settings of the model have changed since a float32 copy of it was made, because "
+                f"its parameters are {self.dtype}. Make a new Problem (or optimizer) of it"
+            )
+        for module, twin in zip(self.given.modules(), self.model.modules(), strict=True):
+            twin.training = module.training
+        pairs = list(zip(_tensors(self.given), _tensors(self.model), strict=True))
+        named = {str(index): theirs for index, (theirs, _) in enumerate(pairs)}
+        if self._versions is not None and not self._versions.differing(named):
+            return
+        with torch.no_grad():
+            for theirs, own in pairs:
+                own.copy_(theirs)
+        self._versions = Versions.of(named)
+
+    def check_own(self, leaves: list[Tensor]) -> None:
+        """Refuse logits that were computed from parameters of the given model itself."""
+        theirs = {id(parameter): name for name, parameter in self.given.named_parameters()}
+        found = next((theirs[id(leaf)] for leaf in leaves if id(leaf) in theirs), None)
+        if found is not None:
+            raise ProblemError(
+                f"the forward uses `{found}` from outside the model's modules (a closure or a hook that "
+                f"holds it), so that a copy in float32 cannot be made of this {self.dtype} model. Call "
+                f"model.float() first"
+            )
+
+
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+def _float_leaf(tensor: Tensor) -> Tensor:
+    """The same values in float32, as a parameter with the same hooks where it is one."""
+    values = tensor.detach().float()
+    if not isinstance(tensor, nn.Parameter):
+        return values
+    own = nn.Parameter(values, tensor.requires_grad)
+    for hook in (tensor._backward_hooks or {}).values():
+        own.register_hook(hook)
+    return own
