@@ -40,7 +40,7 @@ STUDY: dict[str, Any] = {
     **ONE_SCENE,
 }
 PHASES = ("estimate_seconds", "prepare_seconds", "apply_seconds")
-MEASURED = (*PHASES, "wall_seconds", "cpu_seconds", "waited", "load", "attempts")
+MEASURED = (*PHASES, "wall_seconds", "cpu_seconds", "waited", "load", "attempts", "run")
 
 
 @pytest.fixture(autouse=True)

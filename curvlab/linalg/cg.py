@@ -212,7 +212,7 @@ def _iterate(
         ap = matmul(p)
         pap = dot(p, ap)
         # Where reads are free and every pᵀAp > 0 (always, for a definite operator) no norm need be known.
-        if definite and not free:
+        if definite and not in_pieces(rhs):
             curvatures.append(pap)
         elif not free or not bool((pap > zero).all()):
             ended = ended.with_ends(~done, pap, _rounding(dot, p, ap))

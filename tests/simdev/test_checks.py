@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from curvlab.criteria.checks import check_labels
+from curvlab.criteria.base import check_labels
 from curvlab.exceptions import ProblemError
 from curvlab.linalg.inverse import NotPositiveDefiniteError, cholesky_shifted
 from curvlab.linalg.pending import collected
