@@ -90,6 +90,15 @@ def test_errors_in_the_store_equal_those_of_the_python_api(compared, folder):
     assert cell(compared, "fisher", "kfi")["error_relative"] == total["relative"]
 
 
+def test_a_second_comparison_in_one_process_has_the_errors_of_its_own_providers():
+    settings = {"alpha": ALPHA, **ONE_SCENE, "repetitions": 1}
+    first = compare(TINY, ["fisher"], ["kfi"], **settings)
+    second = compare(TINY, ["fisher", "pch-1"], ["kfi"], **settings)
+    assert set(first.errors["provider"]) == {"fisher"}
+    assert set(second.errors["provider"]) == {"fisher", "pch-1"}
+    assert second.errors["error"].notna().all()
+
+
 @pytest.mark.slow
 def test_bytes_and_operations_equal_those_of_usage_and_of_the_plan(compared):
     problem = TINY.build_problem()

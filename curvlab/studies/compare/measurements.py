@@ -16,7 +16,7 @@ message. A task names everything by value, so that it runs in any process.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -37,7 +37,7 @@ from curvlab.exceptions import (
 from curvlab.measure.flops import counting
 from curvlab.measure.source import source_hash
 from curvlab.problem import Problem
-from curvlab.providers import estimate
+from curvlab.providers import Provider, estimate
 from curvlab.solvers import Solution, solve
 from curvlab.solvers.registry import solvers
 from curvlab.studies.compare.controls import ControlWatch, control_usage, gradient_step
@@ -118,6 +118,7 @@ class _Bench:
         self.settings = problems.settings
         self._newton: dict[float, Newton] = {}
         self._watches: dict[Pair | str, Stopwatch] = {}
+        self._errors: tuple[tuple[str | Provider, ...], pd.DataFrame] | None = None
         self._patience = Patience()
 
     @cached_property
@@ -138,11 +139,20 @@ class _Bench:
                 self._newton[alpha] = Newton({}, dict.fromkeys(names, f"not solved: {error}"[:MESSAGE]))
         return self._newton[alpha]
 
-    @cached_property
-    def errors(self) -> pd.DataFrame:
-        """The errors of all providers that exist here: the exact blocks are found once for all of them."""
+    def errors(self, providers: Sequence[str | Provider]) -> pd.DataFrame:
+        """The errors of all these providers that exist here: the exact blocks are found once for all of them.
+
+        The frame is kept for the next cell of the same comparison; a comparison of the same problem with
+        other providers, in the same process, has its own.
+        """
+        wanted = tuple(providers)
+        if self._errors is None or self._errors[0] != wanted:
+            self._errors = wanted, self._measured_errors(wanted)
+        return self._errors[1]
+
+    def _measured_errors(self, providers: Sequence[str | Provider]) -> pd.DataFrame:
         existing = []
-        for provider in self.settings.providers:
+        for provider in providers:
             with suppress(*REFUSALS):
                 estimate(provider, fresh(self.problem))
                 existing.append(provider)
@@ -246,7 +256,7 @@ def _error(task: Task) -> Row:
         "error_reason": "",
     }
     try:
-        frame = bench.errors
+        frame = bench.errors(task.settings.providers)
     except Exception as error:  # the reference, not the provider, may be what does not exist
         return found | {"error_reason": f"no errors: {error}"[:MESSAGE]}
     own = frame[frame["provider"] == task.head["provider"]]
