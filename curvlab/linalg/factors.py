@@ -53,6 +53,7 @@ __all__ = [
     "RankOneFactor",
     "binary_scale",
     "congruence",
+    "diagonal_beyond",
     "frobenius_norm",
     "gram",
     "inner_product",
@@ -555,6 +556,16 @@ class DiagonalFactor(Factor):
 
     def diagonal_block(self, start: int, stop: int) -> DiagonalFactor:
         return DiagonalFactor(self.values[start:stop])
+
+
+def diagonal_beyond(factor: GramFactor, limit: int) -> Factor:
+    """The factor, or its diagonal where both its columns and its rows are more than `limit`.
+
+    >>> diagonal_beyond(GramFactor(torch.ones(3, 4), torch.ones(3)), limit=2).kind
+    'diagonal'
+    """
+    beyond = factor.size > limit and len(factor.rows) > limit
+    return DiagonalFactor(factor.diagonal()) if beyond else factor
 
 
 def inner_product(left: Factor, right: Factor) -> Tensor:

@@ -212,7 +212,7 @@ class ChainOrRows(RowFields):
     def check(self, problem: Problem, name: str) -> None:
         if self.kind == "recursive":
             problem.require_chain(name)
-        if self.samples != "all":
+        if self.samples != "all" and self.resolve(problem) != "recursive":
             check_draws(self.samples, problem, name)
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from curvlab.exceptions import StaleError
 from curvlab.linalg import DenseFactor, Factor, GramFactor
-from curvlab.linalg.factors import DiagonalFactor, InputFactors, gram
+from curvlab.linalg.factors import DiagonalFactor, InputFactors, diagonal_beyond, gram
 from curvlab.model.layers import Layer, MatrixRole, view_of_use
 from curvlab.model.nodes import NodeInput
 from curvlab.model.recording import GraphRecording
@@ -44,7 +44,6 @@ __all__ = [
     "Sharing",
     "Sides",
     "check_not_overwritten",
-    "diagonal_beyond",
     "input_sides",
     "placed_uses",
     "side_count",
@@ -79,16 +78,6 @@ class Sides:
         """How many of so many positions are drawn; None for all."""
         drawn = self.sharing == "expand" and self.positions is not None and self.positions < positions
         return self.positions if drawn else None
-
-
-def diagonal_beyond(factor: GramFactor, limit: int) -> Factor:
-    """The factor, or its diagonal where both its columns and its rows are more than `limit`.
-
-    >>> diagonal_beyond(GramFactor(torch.ones(3, 4), torch.ones(3)), limit=2).kind
-    'diagonal'
-    """
-    beyond = factor.size > limit and len(factor.rows) > limit
-    return DiagonalFactor(factor.diagonal()) if beyond else factor
 
 
 @dataclass

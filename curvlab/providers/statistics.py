@@ -28,7 +28,7 @@ from curvlab.criteria import Criterion
 from curvlab.exceptions import ProblemError
 from curvlab.gradient import RowFactor
 from curvlab.linalg import DenseFactor, ExampleFactor, Factor, GramFactor, eigvalsh, gram
-from curvlab.linalg.factors import DiagonalFactor, InputFactors
+from curvlab.linalg.factors import DiagonalFactor, InputFactors, diagonal_beyond
 from curvlab.model.layers import Layer
 from curvlab.model.nodes import NodeInput
 from curvlab.model.recording import ChainRecording, GraphRecording, Recording
@@ -40,7 +40,6 @@ from curvlab.providers.sides import (
     OutputSums,
     Sides,
     check_not_overwritten,
-    diagonal_beyond,
     input_sides,
 )
 from curvlab.staleness import Stamp
