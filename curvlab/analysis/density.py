@@ -29,9 +29,9 @@ from curvlab.curvature import Curvature
 from curvlab.exceptions import SpecError
 from curvlab.linalg.eigenbases import Eigenbasis
 from curvlab.linalg.estimators import gaussian_rows
-from curvlab.linalg.krylov import eigenpairs, lanczos, quadrature
+from curvlab.linalg.krylov import eigenpairs, lanczos, quadrature, search_rows
 from curvlab.linalg.precision import full_precision
-from curvlab.matrix_functions import SymmetricMatrix, runs_at_once
+from curvlab.matrix_functions import SymmetricMatrix, check_rows, runs_at_once
 from curvlab.problem import Problem
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ __all__ = ["Density", "density"]
 
 DEFLATED = 8  # eigenvalues found one by one before the probes: outliers are looked for among the first seven
 DEFLATION_PRODUCTS = 300
+PRODUCT_SECONDS = 1e-4  # the least that one takes
 DEFLATION_TOL = 1e-6
 POINTS = 1000
 NARROW = 250  # the Gaussian's standard deviation is this part of the whole range
@@ -175,6 +176,13 @@ def _all_eigenvalues(basis: Eigenbasis) -> tuple[Tensor, Tensor]:
 def _estimated(matrix: SymmetricMatrix, probes: int, steps: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """The largest eigenvalues, all nodes, and the weights of the nodes for each probe, (probes, nodes)."""
     size, like = matrix.size, matrix.like
+    check_rows(matrix, probes + search_rows(size, DEFLATED), f"density(probes={probes:,})")
+    days = probes * min(steps, size) * PRODUCT_SECONDS / 86_400
+    if days > 1:
+        raise SpecError(
+            f"density(probes={probes:,}, steps={steps:,}) takes a product for each of them, at least "
+            f"{days:,.1f} days in all; 10 probes of 80 steps are usual"
+        )
     tol = DEFLATION_TOL if like.dtype == torch.float64 else 1e-4
     found = eigenpairs(
         matrix.product,

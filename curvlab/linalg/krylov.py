@@ -31,6 +31,7 @@ __all__ = [
     "function_times",
     "lanczos",
     "quadrature",
+    "search_rows",
 ]
 
 RowProduct = Callable[[Tensor], Tensor]
@@ -225,7 +226,7 @@ def eigenpairs(
     >>> found.values.round(decimals=3).tolist(), found.converged
     ([100.0, 99.0], True)
     """
-    space = min(size, count + max(count, 20))
+    space = search_rows(size, count)
     search = _Search(product, size, space, like, seed)
     while True:
         search.fill(max_products)
@@ -244,6 +245,11 @@ def eigenpairs(
     values = values[:count]
     residuals = torch.linalg.vector_norm(product(found) - values[:, None] * found, dim=1)
     return Eigenpairs(values, found, residuals, search.products + count, converged or search.held == size)
+
+
+def search_rows(size: int, count: int) -> int:
+    """How many vectors a search for `count` eigenpairs holds."""
+    return min(size, count + max(count, 20))
 
 
 def _order(values: Tensor, which: Which) -> Tensor:
