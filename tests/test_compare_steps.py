@@ -16,7 +16,9 @@ import curvlab
 from curvlab.exceptions import SpecError
 from curvlab.problem import Problem
 from curvlab.report.comparison import shown
+from curvlab.report.content import content_of
 from curvlab.report.controls import Against, Beside, against_gradient
+from curvlab.report.markdown import markdown_page
 from curvlab.studies.compare import newton as newton_module
 from curvlab.studies.compare.descent import DescentBench, predicted_decrease
 from curvlab.studies.compare.krylov import Krylov
@@ -292,3 +294,13 @@ def test_a_comparison_shows_itself() -> None:
     with pytest.raises(Exception, match="Did you mean `pareto`"):
         found.figure("paretto")
     assert "srcdoc=" in found._repr_html_()
+
+
+@pytest.mark.slow
+def test_a_comparison_whose_deciding_point_diverged_has_its_page() -> None:
+    setup = Setup(arch="6-4-3", activation="relu", data=TINY.data, batch=20)
+    found = compare(setup, ["fisher"], ["kfi"], at=("step:9",), at_lr=1e30, batches=1, repetitions=1)
+    assert set(found.cells["status"]) == {"failed"}
+    assert found.scenes.empty
+    assert any("diverged" in text for text in found.failures)
+    assert "diverged" in markdown_page(content_of(found))

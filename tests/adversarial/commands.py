@@ -207,6 +207,8 @@ USAGE: Mistakes = {
     "merge empty -o new": ("empty", "results"),
     "merge finished -o file": ("file",),
     "merge finished -o foreign": ("foreign",),
+    "merge foreign -o new": ("foreign", "another program"),
+    "merge finished foreign -o new": ("foreign", "another program"),
     "merge finished empty -o new": ("empty", "results"),
     # points, dampings, amounts
     "compare --at nowhere": ("nowhere", "step:N"),
@@ -268,6 +270,7 @@ USAGE: Mistakes = {
     f"{SPECTRUM} -o /proc/run": ("cannot write to the folder /proc/run",),
     # plan, train, list, reproduce
     "train --track nonsense": ("nonsense", "top-eigenvalue"),
+    f"train {TINY} --track-every 5": ("--track-every", "--track trace"),
     "train --track ,": ("track", "top-eigenvalue"),
     "train --track trace --track-every 0": ("--track-every", "0"),
     "train --track trace --track-examples 0": ("--track-examples", "0"),
