@@ -13,7 +13,7 @@ from filelock import FileLock
 
 import curvlab
 from curvlab.cli import main
-from curvlab.exceptions import DenseSizeError, FolderInUseError, SpecError
+from curvlab.exceptions import CurvlabError, DenseSizeError, FolderInUseError
 from curvlab.report.spectra import write_spectrum
 from curvlab.studies.setup import Setup
 from curvlab.studies.small.spectra import SpectrumStudy, study_spectrum
@@ -121,7 +121,7 @@ def test_more_vectors_than_memory_has_room_for_are_refused() -> None:
     fisher = curvlab.estimate("fisher", problem)
     with pytest.raises(DenseSizeError, match="vectors of"):
         curvlab.density(problem, probes=10**9)
-    with pytest.raises(SpecError, match="days"):
+    with pytest.raises(CurvlabError, match=r"days|bytes"):  # what is too much depends on the machine
         curvlab.density(problem, probes=10**6, steps=1000)
     with pytest.raises(DenseSizeError, match="bytes"):
         fisher.sample(10**12, damping=curvlab.Additive(0.1))
