@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from curvlab.linalg import GramFactor
+from curvlab.linalg.execution import FullPrecision
 from curvlab.linalg.factors import COLUMN_CHUNK
-from curvlab.linalg.precision import FullPrecision
 from curvlab.measure import device
 from curvlab.model.recording import GraphRecording, LayerRecord, Recording
 

@@ -34,7 +34,7 @@ from curvlab.distributed.statistics import (
 )
 from curvlab.exceptions import NoRowsError, ProblemError, SpecError, named_briefly, stacklevel_of_caller
 from curvlab.gradient import Gradient, GradientMean, add_decay, gradient_of
-from curvlab.linalg.precision import FullPrecision, in_float
+from curvlab.linalg.execution import FullPrecision, in_float
 from curvlab.model.example_gradients import example_gradients
 from curvlab.model.layers import Chain, Layer, check_same_layers
 from curvlab.model.network import Inputs, Network, OutputChoice, tensors_of

@@ -13,7 +13,7 @@ import pytest
 import curvlab
 from curvlab.cli import COMMANDS
 from curvlab.cli.completion import GROUPS, NAMES
-from curvlab.registry import Registry
+from curvlab.specs import Registry
 
 HEAVY = ("torch", "pandas", "numpy", "scipy", "matplotlib", "sklearn", "rich")
 PROBE = """

@@ -37,8 +37,7 @@ from torch import Tensor
 
 from curvlab.exceptions import NoRowsError, ProblemError, SpecError
 from curvlab.linalg import eigh
-from curvlab.linalg.pending import require
-from curvlab.linalg.precision import in_float
+from curvlab.linalg.execution import in_float, require
 from curvlab.measure.device import readable
 
 __all__ = [

@@ -20,8 +20,8 @@ from math import isnan, nan
 import torch
 from torch import Tensor
 
+from curvlab.linalg.execution import FullPrecision
 from curvlab.linalg.factors import COLUMN_CHUNK, GramFactor, frobenius_norm, max_abs
-from curvlab.linalg.precision import FullPrecision
 from curvlab.linalg.views import MatrixView
 
 __all__ = ["Combination", "Matrix", "RowProduct", "Step", "TensorStep", "ViewStep", "add_step", "as_step"]

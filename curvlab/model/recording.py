@@ -24,7 +24,7 @@ from curvlab.criteria import Criterion
 from curvlab.criteria.base import AllWeightsZeroError, LossTerms
 from curvlab.exceptions import ProblemError
 from curvlab.linalg import GramFactor
-from curvlab.linalg.precision import FullPrecision
+from curvlab.linalg.execution import FullPrecision
 from curvlab.measure import device
 from curvlab.model.forward import Forward, check_finite, run_forward
 from curvlab.model.layers import Chain, Layer

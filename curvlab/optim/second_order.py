@@ -36,8 +36,7 @@ from curvlab.distributed.agreement import adopt_first_rank, agree
 from curvlab.distributed.communicator import communicator_of
 from curvlab.exceptions import ProblemError, SpecError
 from curvlab.gradient import Gradient
-from curvlab.linalg.pending import collected
-from curvlab.linalg.precision import full_precision
+from curvlab.linalg.execution import collected, full_precision
 from curvlab.measure.device import keep_freed_memory, readable
 from curvlab.model.network import Network, unwrap
 from curvlab.optim.average import average, kept

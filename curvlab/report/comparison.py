@@ -17,8 +17,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from curvlab import specs
-from curvlab.exceptions import ArgumentError
+from curvlab.exceptions import ArgumentError, unknown_name
 from curvlab.studies.compare import folder, run
 from curvlab.studies.compare.frames import Comparison
 from curvlab.studies.compare.run import Progress
@@ -55,7 +54,7 @@ class ShownComparison(Comparison):
         content = content_of(self)
         drawings = {one.name: one for section in content.sections for one in section.drawings}
         if name not in drawings:
-            raise ArgumentError(str(specs.unknown("figure", name, drawings)))
+            raise ArgumentError(str(unknown_name("figure", name, drawings)))
         return drawings[name].draw(content.look(LIGHT))
 
     def report(self, folder: str | Path) -> Path:

@@ -24,11 +24,10 @@ from curvlab.curvature_layers import KroneckerLayer, LayerCurvature
 from curvlab.exceptions import PairError, SpecError
 from curvlab.linalg import Matrix
 from curvlab.linalg.factors import InputKind
-from curvlab.registry import INTERFACE
 from curvlab.solvers.cost_model import Route
 from curvlab.solvers.damping import Damping, DampingSplit
 from curvlab.solvers.systems import LayerGradient, System
-from curvlab.specs import check_choices
+from curvlab.specs import INTERFACE, check_choices
 
 __all__ = [
     "Formulation",

@@ -29,8 +29,8 @@ from torch import Tensor
 
 from curvlab.linalg import Factor, Matrix
 from curvlab.linalg.cg import StackOperator, SymmetricOperator
+from curvlab.linalg.execution import in_pieces
 from curvlab.linalg.factors import nonzero_or_one
-from curvlab.linalg.pending import in_pieces
 from curvlab.solvers.base import LayerGradient
 from curvlab.solvers.damping import Damping
 from curvlab.solvers.input_coordinates import GradientCoordinates, InputCoordinates, Scalar, WeightGradient

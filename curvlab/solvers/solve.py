@@ -33,9 +33,8 @@ from curvlab.exceptions import ArgumentError, PairError, SolveError, SpecError, 
 from curvlab.gradient import RowGradient
 from curvlab.linalg import Matrix
 from curvlab.linalg.cg import Outcome
+from curvlab.linalg.execution import collected, explained, full_precision, in_pieces, require
 from curvlab.linalg.inverse import NotFiniteError, NotPositiveDefiniteError
-from curvlab.linalg.pending import collected, explained, in_pieces, require
-from curvlab.linalg.precision import full_precision
 from curvlab.solvers.base import Guidance, LayerDirection, Preconditioner, Solver
 from curvlab.solvers.damping import Damping, damping_from
 from curvlab.solvers.registry import solvers

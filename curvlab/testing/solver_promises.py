@@ -15,8 +15,8 @@ from curvlab.gradient import Gradient
 from curvlab.linalg.steps import as_step
 from curvlab.problem import Problem
 from curvlab.providers import estimate
-from curvlab.registry import check_interface
 from curvlab.solvers import LayerGradient, Mixed, Solution, Solver, Status, solve, solvers
+from curvlab.specs import check_interface
 from curvlab.testing.cases import Case, solver_cases
 from curvlab.testing.checking import (
     Check,

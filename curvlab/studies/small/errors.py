@@ -36,7 +36,7 @@ from torch import Tensor
 from curvlab.curvature import Curvature, LayerCurvature
 from curvlab.defaults import PROVIDERS
 from curvlab.linalg import poseig
-from curvlab.linalg.precision import full_precision
+from curvlab.linalg.execution import full_precision
 from curvlab.model.recording import ChainRecording
 from curvlab.problem import Problem
 from curvlab.providers import GaussNewton, Provider, estimate

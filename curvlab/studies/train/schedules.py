@@ -11,7 +11,7 @@ from math import cos, pi
 from typing import ClassVar
 
 from curvlab.exceptions import SpecError
-from curvlab.registry import Registry
+from curvlab.specs import Registry
 
 __all__ = ["Constant", "Cosine", "Schedule", "Steps", "schedules"]
 
