@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import curvlab
-from curvlab.gradient import RowGradient
 from curvlab.linalg import DenseFactor, GramFactor
 from curvlab.linalg.factors import InputFactors, InputKind
+from curvlab.linalg.steps import RowGradient
 from curvlab.solvers import cost_model
 from curvlab.solvers.cost_model import Eigen, Inverse, Iteration, Work, choose_coordinates
 

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from curvlab.criteria import Criterion
 from curvlab.exceptions import ProblemError
-from curvlab.gradient import RowFactor
 from curvlab.linalg import DenseFactor, ExampleFactor, Factor, GramFactor, eigvalsh, gram
 from curvlab.linalg.factors import DiagonalFactor, InputFactors, diagonal_beyond
+from curvlab.linalg.steps import RowFactor
 from curvlab.model.layers import Layer
 from curvlab.model.nodes import NodeInput
 from curvlab.model.recording import ChainRecording, GraphRecording, Recording

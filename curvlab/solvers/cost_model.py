@@ -25,9 +25,9 @@ from typing import Literal
 
 from curvlab.curvature import LayerCurvature
 from curvlab.exceptions import PairError
-from curvlab.gradient import RowGradient
 from curvlab.linalg import DiagonalFactor, Factor, GramFactor
 from curvlab.linalg.factors import InputKind
+from curvlab.linalg.steps import RowGradient
 from curvlab.solvers.input_coordinates import (
     DenseCoordinates,
     DiagonalCoordinates,

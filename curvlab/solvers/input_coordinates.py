@@ -32,10 +32,10 @@ import torch
 from torch import Tensor
 
 from curvlab.exceptions import PairError
-from curvlab.gradient import RowGradient
 from curvlab.linalg import Combination, DiagonalFactor, Factor, GramFactor, Matrix, RowProduct, eigh
 from curvlab.linalg.factors import InputFactors, binary_scale, frobenius_norm, squares_in_range
 from curvlab.linalg.inverse import DenseInverse, DiagonalInverse, cholesky_shifted, diagonal_inverse
+from curvlab.linalg.steps import RowGradient
 from curvlab.measure import device
 
 __all__ = [

@@ -30,11 +30,11 @@ from curvlab.distributed.agreement import Description, agree
 from curvlab.distributed.communicator import communicator_of
 from curvlab.distributed.solve import choose_owners, layer_cost, share_out
 from curvlab.exceptions import ArgumentError, PairError, SolveError, SpecError, describe_argument
-from curvlab.gradient import RowGradient
 from curvlab.linalg import Matrix
 from curvlab.linalg.cg import Outcome
 from curvlab.linalg.execution import collected, explained, full_precision, in_pieces, require
 from curvlab.linalg.inverse import NotFiniteError, NotPositiveDefiniteError
+from curvlab.linalg.steps import RowGradient
 from curvlab.solvers.base import Guidance, LayerDirection, Preconditioner, Solver
 from curvlab.solvers.damping import Damping, damping_from
 from curvlab.solvers.registry import solvers

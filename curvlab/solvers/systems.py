@@ -21,11 +21,10 @@ from torch import Tensor
 
 from curvlab.curvature import LayerCurvature
 from curvlab.exceptions import PairError
-from curvlab.gradient import RowGradient
 from curvlab.linalg import Factor, GramFactor, Matrix, RowProduct
 from curvlab.linalg.execution import FullPrecision
 from curvlab.linalg.factors import InputFactors, InputKind, binary_scale
-from curvlab.linalg.steps import as_step
+from curvlab.linalg.steps import RowGradient, as_step
 from curvlab.measure import device
 from curvlab.solvers.damping import Damping
 from curvlab.solvers.input_coordinates import WeightGradient, form_gradient

@@ -20,11 +20,10 @@ import torch
 from torch import Tensor
 
 from curvlab.curvature_layers import KroneckerLayer, LayerCurvature
-from curvlab.gradient import Gradient, view_entry
 from curvlab.linalg import Block, Matrix, MatrixView, Step, TensorStep, ViewStep
 from curvlab.linalg.cg import Outcome
 from curvlab.linalg.factors import binary_scale, nonzero_or_one
-from curvlab.linalg.steps import as_step
+from curvlab.linalg.steps import Gradient, as_step, view_entry
 from curvlab.solvers.base import LayerDirection, Solver
 from curvlab.solvers.damping import Damping, DampingSplit
 from curvlab.solvers.input_coordinates import WeightGradient

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from curvlab.curvature import Curvature, Definiteness
 from curvlab.exceptions import PairError
-from curvlab.gradient import Gradient
-from curvlab.linalg.steps import as_step
+from curvlab.linalg.steps import Gradient, as_step
 from curvlab.problem import Problem
 from curvlab.providers import estimate
 from curvlab.solvers import LayerGradient, Mixed, Solution, Solver, Status, solve, solvers

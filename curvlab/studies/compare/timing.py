@@ -27,7 +27,7 @@ from time import perf_counter, process_time
 import pandas as pd
 
 from curvlab.curvature import Curvature
-from curvlab.gradient import Gradient
+from curvlab.linalg.steps import Gradient
 from curvlab.measure.collector import collector_off
 from curvlab.measure.stopwatch import Clock, Elapsed, busy_seconds, calls_lasting, elapsed
 from curvlab.problem import Problem
