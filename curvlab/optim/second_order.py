@@ -57,8 +57,8 @@ from curvlab.providers.estimate import Chosen, estimate_jointly
 from curvlab.providers.registry import providers
 from curvlab.solvers import Solution, solve
 from curvlab.solvers.base import Solver
-from curvlab.solvers.damping import Mixed
 from curvlab.solvers.registry import solvers
+from curvlab.solvers.systems import Mixed
 from curvlab.specs import check_number
 
 if TYPE_CHECKING:

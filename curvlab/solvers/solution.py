@@ -21,8 +21,7 @@ from curvlab.linalg import Matrix, RowProduct, Step
 from curvlab.linalg.cg import Outcome
 from curvlab.linalg.steps import LazyTensors, TensorStep, add_step, as_step
 from curvlab.model.network import unwrap
-from curvlab.solvers.damping import Damping, DampingSplit
-from curvlab.solvers.systems import Measures
+from curvlab.solvers.systems import Damping, DampingSplit, Measures
 from curvlab.staleness import Versions, change_message
 
 if TYPE_CHECKING:

@@ -35,11 +35,22 @@ from curvlab.linalg.cg import Outcome
 from curvlab.linalg.execution import collected, explained, full_precision, in_pieces, require
 from curvlab.linalg.inverse import NotFiniteError, NotPositiveDefiniteError
 from curvlab.linalg.steps import RowGradient
-from curvlab.solvers.base import Guidance, LayerDirection, Preconditioner, Solver
-from curvlab.solvers.damping import Damping, damping_from
+from curvlab.solvers.base import (
+    Guidance,
+    LayerDirection,
+    Preconditioner,
+    SolvedUnit,
+    Solver,
+    Unit,
+    entry_of,
+    is_stack,
+    join_units,
+    layer_gradient,
+    units_of,
+)
 from curvlab.solvers.registry import solvers
 from curvlab.solvers.solution import BlockSolution, Direction, Solution
-from curvlab.solvers.units import SolvedUnit, Unit, entry_of, is_stack, join_units, layer_gradient, units_of
+from curvlab.solvers.systems import Damping, damping_from
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -33,8 +33,8 @@ from curvlab.measure.stopwatch import Clock, Elapsed, busy_seconds, calls_lastin
 from curvlab.problem import Problem
 from curvlab.providers import estimate
 from curvlab.solvers import Mixed, solve
+from curvlab.solvers.base import Unit
 from curvlab.solvers.solve import group_by_solver, solver_units
-from curvlab.solvers.units import Unit
 from curvlab.studies.compare.decisions import CONFIDENCE, Decision, decide
 from curvlab.studies.compare.resources import Pair, fresh
 from curvlab.studies.store import Row
