@@ -37,7 +37,8 @@ from torch import Tensor
 
 from curvlab.exceptions import NoRowsError, ProblemError, SpecError
 from curvlab.linalg import eigh
-from curvlab.linalg.execution import in_float, require
+from curvlab.linalg.execution import in_float
+from curvlab.linalg.pending import require
 from curvlab.measure.device import readable
 
 __all__ = [

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from curvlab.exceptions import ProblemError
-from curvlab.linalg.execution import in_float, require
+from curvlab.linalg.execution import in_float
+from curvlab.linalg.pending import require
 from curvlab.model.chain import ChainReader, ReadChain
 from curvlab.model.layers import Chain, Layer, WatchedUses, layers_of
 from curvlab.model.network import Inputs, Network, example_count, tensors_of

@@ -32,8 +32,9 @@ from curvlab.distributed.solve import choose_owners, layer_cost, share_out
 from curvlab.exceptions import ArgumentError, PairError, SolveError, SpecError, describe_argument
 from curvlab.linalg import Matrix
 from curvlab.linalg.cg import Outcome
-from curvlab.linalg.execution import collected, explained, full_precision, in_pieces, require
+from curvlab.linalg.execution import full_precision, in_pieces
 from curvlab.linalg.inverse import NotFiniteError, NotPositiveDefiniteError
+from curvlab.linalg.pending import collected, explained, require
 from curvlab.linalg.steps import RowGradient
 from curvlab.solvers.base import (
     Guidance,
