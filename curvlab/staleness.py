@@ -71,7 +71,7 @@ class Stamp:
     def of(cls, tensor: Tensor) -> Stamp:
         """The present version; inference tensors have none, fake ones no address."""
         version = -1 if tensor.is_inference() else tensor._version
-        return cls(version, tensor.data_ptr() if device.readable(tensor) else 0)
+        return cls(version, tensor.data_ptr() if _has_memory(tensor) else 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,6 +158,12 @@ class Versions:
 
 
 SAMPLED = 16
+_OWN_MEMORY = frozenset({Tensor, nn.Parameter})
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """The same as `device.readable`, which is asked only of the kinds of tensors that may have none."""
+    return not tensor.is_meta if type(tensor) in _OWN_MEMORY else device.readable(tensor)
 
 
 def _sample(tensors: Sequence[Tensor]) -> tuple[bytes, ...] | None:
@@ -168,7 +174,7 @@ def _sample(tensors: Sequence[Tensor]) -> tuple[bytes, ...] | None:
     """
     pieces = []
     for tensor in tensors:
-        if tensor.device.type != "cpu" or not device.readable(tensor) or tensor.layout is not torch.strided:
+        if tensor.device.type != "cpu" or not _has_memory(tensor) or tensor.layout is not torch.strided:
             return None
         plain = tensor.detach().resolve_conj().resolve_neg()
         plain = torch.view_as_real(plain) if plain.is_complex() else plain

@@ -44,6 +44,7 @@ __all__ = [
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 DEVICES = ("cpu", "cuda", "mps", "xpu")
 OPERATORS = frozenset({"__matmul__", "__getitem__", "__call__"})
+LOOKUPS = frozenset({"tensors", "factored", "shares_rows_with"})  # methods that compute nothing
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -110,8 +111,13 @@ class FullPrecision:
         for name, value in list(vars(cls).items()):
             if isinstance(value, cached_property):
                 value.func = full_precision(value.func)
-            elif isinstance(value, FunctionType) and (name in OPERATORS or not name.startswith("_")):
+            elif isinstance(value, FunctionType) and (name in OPERATORS or _computes(name)):
                 setattr(cls, name, full_precision(value))
+
+
+def _computes(name: str) -> bool:
+    """Whether a method of this name is called from outside, to compute."""
+    return not name.startswith("_") and name not in LOOKUPS
 
 
 def readable(tensor: Tensor) -> bool:

@@ -78,8 +78,9 @@ NAMES_SHOWN = 6
 class Network:
     """A model and those of its parameters that have blocks, by name, in the model's order.
 
-    `left_out` are the trainable parameters that the user's choice of layers leaves without a block. A model
-    in bfloat16 or float16 is worked with in a float32 copy of it, `copied`. `probed` are the structures on
+    `left_out` are the trainable parameters that the user's choice of layers leaves without a block. `given` is
+    the user's own model, to which steps are added; it is `model` unless it is in bfloat16 or float16: then one
+    works with a float32 copy of it, `copied`. `probed` are the structures on
     which a recording was compared with the model's own gradients, with whether sequences come before examples
     in them; `later_batches` counts those that were not.
 
@@ -92,11 +93,13 @@ class Network:
     parameters: Mapping[str, Tensor]
     left_out: tuple[str, ...]
     copied: FloatCopy | None = field(default=None, repr=False)
+    given: nn.Module = field(init=False, repr=False)
     tree: tuple[tuple[str, int], ...] = field(init=False, repr=False)
     probed: dict[Hashable, bool] = field(default_factory=dict, init=False, repr=False)
     later_batches: Iterator[int] = field(default_factory=count, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "given", self.model if self.copied is None else self.copied.given)
         object.__setattr__(self, "tree", identities(self.given))
 
     @classmethod
@@ -127,11 +130,6 @@ class Network:
     def model(self) -> nn.Module:
         """The model that is worked with, out of any compile or data-parallel wrapper."""
         return self.call.model
-
-    @property
-    def given(self) -> nn.Module:
-        """The user's own model, to which steps are added; `model` unless that is a copy in float32."""
-        return self.model if self.copied is None else self.copied.given
 
     @property
     def example(self) -> Tensor:

@@ -136,8 +136,9 @@ def _wrong_number(row: Row, columns: Sequence[Column], needed: Collection[str] =
     """The first column of numbers that holds something else, or, where it is needed, nothing."""
     for column in columns:
         value = row.get(column.name)
-        missing = value is None and column.name not in needed
-        if not column.is_text and not missing and not _is_number(value):
+        if value is None and column.name not in needed:
+            continue
+        if not _is_number(value) and not column.is_text:
             return f"`{column.name}` is {_words(value)}, expected a number"
     return ""
 
