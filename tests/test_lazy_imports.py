@@ -99,7 +99,7 @@ def test_completion_offers_the_names_of_the_registries_and_no_others() -> None:
     from curvlab.solvers.registry import solvers
     from curvlab.studies.executor import executors
     from curvlab.studies.train.optimizers import optimizers
-    from curvlab.studies.train.schedules import schedules
+    from curvlab.studies.train.plan import schedules
 
     held: list[Registry[Any]] = [providers, solvers, criteria, architectures, datasets, optimizers]
     kinds = ("provider", "solver", "criterion", "arch", "data", "optimizer", "schedule", "executor")

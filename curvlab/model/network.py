@@ -78,11 +78,11 @@ NAMES_SHOWN = 6
 class Network:
     """A model and those of its parameters that have blocks, by name, in the model's order.
 
-    `left_out` are the trainable parameters that the user's choice of layers leaves without a block. `given` is
-    the user's own model, to which steps are added; it is `model` unless it is in bfloat16 or float16: then one
-    works with a float32 copy of it, `copied`. `probed` are the structures on
-    which a recording was compared with the model's own gradients, with whether sequences come before examples
-    in them; `later_batches` counts those that were not.
+    `left_out` are the trainable parameters that the user's choice of layers leaves without a block. `given`
+    is the user's own model, to which steps are added; it is `model` unless it is in bfloat16 or float16, when
+    a float32 copy of it is worked with, `copied`. `probed` are the structures on which a recording was
+    compared with the model's own gradients, with whether sequences come before examples in them;
+    `later_batches` counts those that were not.
 
     >>> network = Network.of(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)), ["0"])
     >>> list(network.parameters), network.left_out

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
         pareto_scatter,
         residual_curves,
     )
+    from curvlab.report.pages import write_report
     from curvlab.report.recommendation import Recommendation, recommend
     from curvlab.report.theme import DARK, LIGHT, Look, Theme
-    from curvlab.report.write import write_report
 
 __all__ = [
     "DARK",

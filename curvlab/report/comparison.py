@@ -59,13 +59,13 @@ class ShownComparison(Comparison):
 
     def report(self, folder: str | Path) -> Path:
         """Write report.html, report.md and the figures into the folder; the path of the page."""
-        from curvlab.report.write import write_report
+        from curvlab.report.pages import write_report
 
         return write_report(self, folder)
 
     def _repr_html_(self) -> str:
         from curvlab.report.content import content_of
-        from curvlab.report.html import html_fragment
+        from curvlab.report.pages import html_fragment
 
         return html_fragment(content_of(self))
 
