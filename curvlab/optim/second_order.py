@@ -86,7 +86,7 @@ class SecondOrder(torch.optim.Optimizer):
             is about -g/α; for 0.05 that is so, at the start, in six of the eight layers of the paper's
             CIFAR-10 network, and they hardly move.
         params: parameters or parameter groups to train; all by default.
-        momentum: factor of the running sum of directions (formed: one buffer a parameter).
+        momentum: factor of the running sum of directions (formed: one buffer per parameter).
         spring: factor of the last direction in the SPRING momentum (formed as well); not together with
             `momentum`. Made for curvatures of few rows, `structure=layer` with solver `exact`.
         weight_decay: decoupled weight decay.

@@ -70,7 +70,7 @@ Values = tuple[Tensor | Factor | InputFactors, ...]
 
 
 class Statistic(ABC):
-    """A mean over the rows of a batch: one value a layer, or one for the output.
+    """A mean over the rows of a batch: one value per layer, or one for the output.
 
     A value is a tensor, which is averaged over batches, a factor (of a `GramFactor` the rows are joined), or
     a layer's `InputFactors`, which are both. `row_factor` is set where its Gram factors are, layer by layer,

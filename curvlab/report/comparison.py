@@ -43,7 +43,7 @@ class ShownComparison(Comparison):
 
     @property
     def answer(self) -> str:
-        """The answer in words: the headline, then one paragraph a line."""
+        """The answer in words: the headline, then one paragraph per line."""
         return self.recommendation.text
 
     def figure(self, name: str) -> Axes:

@@ -297,31 +297,20 @@ class DenseCoordinates(InputCoordinates):
         return self.factor.to_dense()
 
     def of(self, gradient: WeightGradient) -> GradientCoordinates:
-        return GradientCoordinates(form_gradient(gradient), self._assemble)
-
-    @staticmethod
-    def _assemble(x: Tensor, left: Left) -> Tensor:
-        return x
+        return GradientCoordinates(form_gradient(gradient), lambda x, left: x)
 
     def remember(self, key: Hashable, make: Callable[[], T]) -> T:
         return self.factor.remember(key, make)
 
 
-class DiagonalCoordinates(InputCoordinates):
+class DiagonalCoordinates(DenseCoordinates):
     """D = X, for an input factor that is diagonal: nothing of n_{t-1} × n_{t-1} is formed."""
 
     route = "diagonal"
+    factor: DiagonalFactor
 
     def __init__(self, factor: DiagonalFactor) -> None:
-        self.factor = factor
-
-    @property
-    def size(self) -> int:
-        return self.factor.size
-
-    @property
-    def trace(self) -> Tensor:
-        return self.factor.trace()
+        super().__init__(factor)
 
     @property
     def diagonal(self) -> Tensor:
@@ -333,12 +322,6 @@ class DiagonalCoordinates(InputCoordinates):
 
     def inverse(self, shift: Tensor | float, check: bool) -> DiagonalInverse:
         return diagonal_inverse(self.factor.values, shift, check)
-
-    def of(self, gradient: WeightGradient) -> GradientCoordinates:
-        return GradientCoordinates(form_gradient(gradient), lambda x, left: x)
-
-    def remember(self, key: Hashable, make: Callable[[], T]) -> T:
-        return self.factor.remember(key, make)
 
 
 class MeanCoordinates(InputCoordinates):
