@@ -49,7 +49,7 @@ _MODULES = {
     "Recommendation": "recommendation",
     "Theme": "theme",
     "recommend": "recommendation",
-    "write_report": "write",
+    "write_report": "pages",
 }
 
 
