@@ -240,7 +240,8 @@ class Curvature(FullPrecision):
     def rows_product(self, rows: Tensor) -> Tensor:
         """C x for each row x, (r, n): several in one batched pass where the curvature's products allow it."""
         if isinstance(self.full_product, WholeProduct):
-            shapes = {name: block.shape for name, block in self.blocks.items()}
+            # The operator itself checks that it is fresh, once for each product.
+            shapes = {name: block.shape for name, block in self._blocks.items()}
             images = flatten_rows(self.full_product.several(unflatten_rows(rows, shapes)), list(shapes))
             return images if self.shift == 0 else images.add_(rows, alpha=self.shift)
         if self.products_at_once > 1 and len(rows) > 1:

@@ -58,7 +58,7 @@ class ChainProducts:
             if layer.bias_name is not None:
                 z += vectors[layer.bias_name][:, :, None]
             if along is not None:
-                z.baddbmm_(layer.weight.expand(count, -1, -1), along)
+                z += layer.weight.expand(count, -1, -1) @ along
             outputs.append(z)
             along = z * self._slopes[index] if index < len(self._slopes) else None
         return outputs, inputs
@@ -76,13 +76,12 @@ class ChainProducts:
                 images[layer.bias_name] = back.sum(2)
             if layer.weight_name is not None:
                 image = back.flatten(0, 1) @ self._inputs[index].T
-                image = image.reshape(count, *layer.weight.shape)
-                moved = inputs[index]
-                images[layer.weight_name] = image if moved is None else image.baddbmm_(gradient, moved.mT)
+                image, moved = image.reshape(count, *layer.weight.shape), inputs[index]
+                images[layer.weight_name] = image if moved is None else image.add_(gradient @ moved.mT)
             if index:
                 error = layer.weight.T.expand(count, -1, -1) @ back
                 if layer.weight_name is not None:
-                    error.baddbmm_(vectors[layer.weight_name].mT, gradient)
+                    error += vectors[layer.weight_name].mT @ gradient
                 back = error.mul_(self._slopes[index - 1])
                 term = self._terms[index - 1]
                 if term is not None:

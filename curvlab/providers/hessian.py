@@ -209,12 +209,15 @@ class ChainHessian:
 
     def _products(self) -> Iterator[ChainProducts]:
         """Those of each recording; a single batch's are kept."""
+        if self._held is not None:
+            self.snapshot.check_unchanged()
+            yield self._held
+            return
         for recording, weights in self.batches():
-            held = self._held
-            if held is None or held.recording is not recording:
-                held = ChainProducts(recording, weights)
-                self._held = None if self.snapshot.problem.streamed else held
-            yield held
+            made = ChainProducts(recording, weights)
+            if not self.snapshot.problem.streamed:
+                self._held = made
+            yield made
 
 
 def add_in_place(total: dict[str, Tensor], more: Mapping[str, Tensor]) -> dict[str, Tensor]:
