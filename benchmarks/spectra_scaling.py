@@ -2,7 +2,7 @@
 
     python -m benchmarks.spectra_scaling [--rounds 3] [-o FILE]
 
-Fully-connected networks (tanh, cross-entropy, float32, one thread) on random rows. One axis changes at a time:
+Fully-connected networks (tanh, cross-entropy, float32, one thread), random rows. One axis changes at a time:
 
     examples     250 to 4,000 rows, 101,770 parameters
     probes       2 to 16 probes of a density, twice as many of a trace, 101,770 parameters, 250 rows
@@ -10,8 +10,8 @@ Fully-connected networks (tanh, cross-entropy, float32, one thread) on random ro
 
 Work is fixed by the number of products: top-5 ends after 30 of them whether or not its residuals are small
 enough, a density has 4 probes (2 where parameters grow) of 10 steps, a trace twice as many probes
-(Hutchinson). Making the problem and the operator is not timed. The growth is the slope of log seconds over log
-size from the second point to the last: 1 is linear, below 1 has a part that does not grow.
+(Hutchinson). Making the problem and the operator is not timed. The growth is the slope of log seconds over
+log size from the second point to the last: 1 is linear, below 1 has a part that does not grow.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from math import log
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def hessian(inputs: int, width: int, rows: int) -> Curvature:
     hidden = (width, width // 4) if width > 500 else (width,)
     sizes = (inputs, *hidden, 10)
     layers: list[nn.Module] = []
-    for before, after in zip(sizes[:-1], sizes[1:], strict=True):
+    for before, after in pairwise(sizes):
         layers += [nn.Linear(before, after), nn.Tanh()]
     model = nn.Sequential(*layers[:-1])
     data = torch.randn(rows, inputs), torch.randint(0, 10, (rows,))

@@ -191,8 +191,12 @@ def _estimated(matrix: SymmetricMatrix, probes: int, steps: int, seed: int) -> t
     count, top, vectors = min(LEADING, size // 4), like.new_zeros(0), starts[:0]
     if hold and count:
         top, vectors = leading_pairs(matrix.product, runs[0], count, LEADING_TOL)
+    rest = weights
     for value, shares in zip(top, (vectors @ starts.T).square(), strict=True):
-        weights = _without(nodes, weights, value, shares)
+        rest = _without(nodes, rest, value, shares)
+    # Where the first probe's run has ended, its vectors may span all of the probe: it stays as it was.
+    some = rest.sum(1, keepdim=True) > 1e3 * torch.finfo(rest.dtype).eps
+    weights = torch.where(some, rest, weights)
     # Each probe has nodes of its own: row i holds the weights of probe i's, and zeros elsewhere.
     share = (size - len(top)) / size
     own = share * torch.block_diag(*(weights / weights.sum(1, keepdim=True)))
