@@ -190,7 +190,7 @@ def _estimated(matrix: SymmetricMatrix, probes: int, steps: int, seed: int) -> t
     nodes, weights = (torch.cat(one) for one in zip(*pairs, strict=True))
     count, top, vectors = min(LEADING, size // 4), like.new_zeros(0), starts[:0]
     if hold and count:
-        top, vectors = leading_pairs(matrix.product, runs[0], count, LEADING_TOL)
+        top, vectors = leading_pairs(runs[0], count, LEADING_TOL)
     rest = weights
     for value, shares in zip(top, (vectors @ starts.T).square(), strict=True):
         rest = _without(nodes, rest, value, shares)

@@ -37,7 +37,8 @@ __all__ = [
 RowProduct = Callable[[Tensor], Tensor]
 LOOK_AT = 0.05  # relative residual, by a run's own estimate, up to which a Ritz pair is looked at
 SPACE_BYTES = 256 * 1024**2
-SPACE, LOOK_EVERY = 100, 10
+SPACE = 100
+LOOK_EVERY, LOOK_SOON, NEARLY = 10, 2, 30  # products until convergence is looked for; soon, where it is near
 AGAIN_BELOW = 0.5
 
 
@@ -78,7 +79,9 @@ def lanczos(
     steps = min(steps, size)
     current = starts / torch.linalg.vector_norm(starts, dim=1, keepdim=True)
     previous, beta = torch.zeros_like(current), current.new_zeros(runs)
-    vectors = current.new_zeros(runs if keep else 1, steps, size) if keep or keep_first else None
+    held = current.new_zeros(runs, steps, size) if keep else None
+    first = current.new_zeros(1, steps + 1, size) if keep_first else None
+    vectors = held if first is None else first
     diagonal, off_diagonal = [], []
     largest = current.new_zeros(runs)
     for step in range(steps):
@@ -88,8 +91,8 @@ def lanczos(
         alpha = torch.linalg.vecdot(image, current)
         image = torch.addcmul(image, alpha[:, None], current, value=-1)
         image.addcmul_(beta[:, None], previous, value=-1)
-        if keep and vectors is not None:
-            image = _orthogonalise(image, vectors[:, : step + 1])
+        if held is not None:
+            image = _orthogonalise(image, held[:, : step + 1])
         norm = torch.linalg.vector_norm(image, dim=1)
         largest = torch.maximum(largest, alpha.abs() + norm + beta)
         # An invariant subspace: what is left is rounding, and the run stays at zero from here on.
@@ -98,35 +101,45 @@ def lanczos(
         off_diagonal.append(beta)
         previous = current
         current = torch.where(beta[:, None] > 0, image / torch.where(beta > 0, beta, 1)[:, None], 0)
+    if first is not None:
+        first[:, steps] = current[:1]
     return Tridiagonal(torch.stack(diagonal, 1), torch.stack(off_diagonal, 1), vectors)
 
 
-def leading_pairs(product: RowProduct, found: Tridiagonal, count: int, tol: float) -> tuple[Tensor, Tensor]:
+def leading_pairs(found: Tridiagonal, count: int, tol: float) -> tuple[Tensor, Tensor]:
     """Up to `count` of the largest eigenvalues, as far as the first run has found them, and their vectors.
 
-    From Ritz vectors of a run that kept its vectors without orthogonalising them: copies of one that is there
-    are left out, and the rest is judged by true residuals r. Leading ones whose eigenvalue is known to `tol`
-    of itself count: no eigenvalue is further away than r, nor than r²/δ with the next at a distance δ.
+    From the Ritz vectors y = Vᵀs of a run that kept its vectors, and the one after, without orthogonalising
+    them. A y = θ y + β s_k v holds to rounding all the same, so that residuals r need no further product.
+    Copies of a vector that is there are left out. Leading ones whose eigenvalue is known to `tol` of itself
+    count: no eigenvalue is further away than r, nor than r²/δ with the next at a distance δ.
     """
     assert found.vectors is not None
-    first = Tridiagonal(found.diagonal[:1], found.off_diagonal[:1], None)
-    values, weights = torch.linalg.eigh(first.matrices()[0])
-    near = (found.off_diagonal[0, -1] * weights[-1]).abs() <= LOOK_AT * values.abs()
+    rows, following = found.vectors[0, :-1], found.vectors[0, -1]
+    values, weights = torch.linalg.eigh(
+        Tridiagonal(found.diagonal[:1], found.off_diagonal[:1], None).matrices()[0]
+    )
+    left_over = found.off_diagonal[0, -1] * weights[-1]
+    near = left_over.abs() <= LOOK_AT * values.abs()
     candidates = [int(i) for i in values.argsort(descending=True)[: 4 * count] if bool(near[i])]
-    basis = found.vectors.new_zeros(0, found.vectors.shape[2])
+    basis = images = rows[:0]
     for index in candidates:
         if len(basis) == count:
             break
-        vector = weights[:, index] @ found.vectors[0]
+        vector = weights[:, index] @ rows
+        image = values[index] * vector + left_over[index] * following
         length = torch.linalg.vector_norm(vector)
-        rest = vector - (basis @ vector) @ basis
-        rest = rest - (basis @ rest) @ basis
-        left = torch.linalg.vector_norm(rest)
+        for _ in range(2):
+            inner = basis @ vector
+            vector, image = vector - inner @ basis, image - inner @ images
+        left = torch.linalg.vector_norm(vector)
         if bool(left > 0.5 * length):
-            basis = torch.cat([basis, (rest / left)[None]])
+            basis, images = (
+                torch.cat([basis, (vector / left)[None]]),
+                torch.cat([images, (image / left)[None]]),
+            )
     if not len(basis):
         return values[:0], basis
-    images = product(basis)
     values, rotation = torch.linalg.eigh((basis @ images.T + images @ basis.T) / 2)
     values, rotation = values.flip(0), rotation.flip(1)
     vectors = rotation.T @ basis
@@ -276,15 +289,16 @@ def eigenpairs(
     # The fewest products are those without a restart: a space as large as the memory allows.
     roomy = min(count + SPACE, SPACE_BYTES // (size * like.element_size()))
     space = min(size, max(least, roomy))
-    search = _Search(product, size, space, like, seed)
+    search, ahead = _Search(product, size, space, like, seed), count + LOOK_EVERY
     while True:
-        search.fill(max_products, min(space, max(count + LOOK_EVERY, search.held + LOOK_EVERY)))
+        search.fill(max_products, min(space, search.held + ahead))
         values, vectors = torch.linalg.eigh(search.projected[: search.held, : search.held])
         order = _order(values, which)
         values, vectors = values[order], vectors[:, order]
         estimates = (search.beta * vectors[-1]).abs()
         enough = tol * values.abs().max()
         converged = bool((estimates[:count] <= enough).all())
+        ahead = LOOK_EVERY if float(estimates[:count].max()) > NEARLY * float(enough) else LOOK_SOON
         if converged or search.products >= max_products or search.held == size:
             break
         if search.held == space:
