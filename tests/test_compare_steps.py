@@ -18,7 +18,7 @@ from curvlab.problem import Problem
 from curvlab.report.comparison import shown
 from curvlab.report.content import content_of
 from curvlab.report.controls import Against, Beside, against_gradient
-from curvlab.report.markdown import markdown_page
+from curvlab.report.pages import markdown_page
 from curvlab.studies.compare import newton as newton_module
 from curvlab.studies.compare.descent import DescentBench, predicted_decrease
 from curvlab.studies.compare.krylov import Krylov
