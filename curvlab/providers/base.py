@@ -183,11 +183,17 @@ class RowFields(Provider):
     def for_mean_input(self, problem: Problem) -> Provider:
         """With the mean input factor B is that of ḡ, so the rows of positions need not be summed up.
 
-        A tied matrix is the exception: its solvers take the diagonal of what `sharing` gives.
+        Exceptions are a tied matrix, whose solvers take the diagonal of what `sharing` gives, and output sides
+        wider than `max_factor`, whose bias block is diagonal where the rows of positions are many.
         """
-        if self.structure != "kronecker" or any(layer.kind == "tied" for layer in problem.layers):
+        if self.structure != "kronecker" or any(map(self._needs_positions, problem.layers)):
             return self
         return replace(self, sharing="reduce", positions="all")
+
+    def _needs_positions(self, layer: Layer) -> bool:
+        shape = tuple(layer.weight.shape)
+        widths = (role.matrix_view(shape).matrix_shape[1] for role in layer.roles)
+        return layer.kind == "tied" or any(width > self.max_factor for width in widths)
 
     def row_notes(self, problem: Problem) -> tuple[str, ...]:
         """What is not as the fields say."""
@@ -263,8 +269,11 @@ def _layer(layer: Layer, outputs: Iterator[Factor], inputs: Iterator[InputFactor
     if layer.kind == "tied":
         return TiedLayer(str(layer.weight_name), shape, tuple(summands))
     (only,) = summands
+    mean = next(outputs)
+    if any(isinstance(part.output, DiagonalFactor) for part in only.parts):
+        mean = DiagonalFactor(mean.diagonal())  # a stream's rows became many on the way
     return SharedLayer(
-        layer.name, layer.weight_name, layer.bias_name, only.view, only.parts, mean_output=next(outputs)
+        layer.name, layer.weight_name, layer.bias_name, only.view, only.parts, mean_output=mean
     )
 
 

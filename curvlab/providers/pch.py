@@ -39,6 +39,7 @@ from curvlab.model.layers import Chain
 from curvlab.problem import Problem
 from curvlab.providers.base import INPUTS, ChainOrRows, Context, Provider, factor_layers, kronecker_layers
 from curvlab.providers.ekfac import EigenMoments, eigen_layers, row_statistics
+from curvlab.providers.example_rows import modules_of
 from curvlab.providers.operators import products_at_once
 from curvlab.providers.pch_operator import PositiveHessian
 from curvlab.providers.propagation import NODE_CURVATURES, PropagatedCurvature
@@ -168,8 +169,9 @@ class PCH(ChainOrRows):
     def _gammas(self, problem: Problem) -> tuple[float, ...]:
         """γ of each side, or of each group of parameters."""
         gammas = self._gamma_of(problem)
-        counts = {"layer": lambda _: 1, "kronecker": side_count, "ekfac": side_count}
-        count = counts.get(self.structure, lambda layer: len(layer.names))
+        if self.structure == "layer":
+            return tuple(gammas[members[0].name] for _, members in modules_of(problem.layers))
+        count = side_count if self.structure in ("kronecker", "ekfac") else lambda layer: len(layer.names)
         return tuple(gammas[layer.name] for layer in problem.layers for _ in range(count(layer)))
 
     def _exact(self, context: Context, name: str) -> Curvature:
