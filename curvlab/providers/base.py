@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 from torch import Tensor
 
@@ -129,6 +129,10 @@ class Provider(ABC):
         """A provider of the same solutions for solvers with the mean input factor, perhaps at less cost."""
         return self
 
+    def resolved(self, problem: Problem) -> Provider:
+        """The same with what fields that say `auto` are on this problem: what results are labelled with."""
+        return self
+
 
 Positions = int | Literal["all"]
 RowStructure = Literal["kronecker", "ekfac", "diagonal", "block", "layer", "full"]
@@ -183,8 +187,8 @@ class RowFields(Provider):
     def for_mean_input(self, problem: Problem) -> Provider:
         """With the mean input factor B is that of ḡ, so the rows of positions need not be summed up.
 
-        Exceptions are a tied matrix, whose solvers take the diagonal of what `sharing` gives, and output sides
-        wider than `max_factor`, whose bias block is diagonal where the rows of positions are many.
+        Exceptions are a tied matrix, whose solvers take the diagonal of what `sharing` gives, and output
+        sides wider than `max_factor`, whose bias block is diagonal where the rows of positions are many.
         """
         if self.structure != "kronecker" or any(map(self._needs_positions, problem.layers)):
             return self
@@ -214,6 +218,12 @@ class ChainOrRows(RowFields):
         if self.kind != "auto":
             return self.kind
         return "recursive" if problem.chain is not None and self.structure == "kronecker" else "rows"
+
+    def resolved(self, problem: Problem) -> Provider:
+        """With the kind, unless that is the recursion, which keeps the short names that the paper has."""
+        kind = self.resolve(problem)
+        changed: dict[str, Any] = {} if kind in ("recursive", self.kind) else {"kind": kind}
+        return replace(self, **changed) if changed else self
 
     def check(self, problem: Problem, name: str) -> None:
         if self.kind == "recursive":

@@ -203,7 +203,9 @@ def groups_of(layers: Sequence[Layer], structure: str) -> list[tuple[str, tuple[
     if structure == "full":
         return [("network", tuple(name for layer in layers for name in layer.names))]
     if structure == "layer":
-        return [(name, tuple(n for one in members for n in one.names)) for name, members in modules_of(layers)]
+        return [
+            (name, tuple(n for one in members for n in one.names)) for name, members in modules_of(layers)
+        ]
     return [(name, (name,)) for layer in layers for name in layer.names]
 
 

@@ -25,7 +25,7 @@ Where every activation is piecewise linear and the criterion convex, PCH is Gaus
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Literal
 
@@ -114,6 +114,13 @@ class PCH(ChainOrRows):
 
     def for_mean_input(self, problem: Problem) -> Provider:
         return super().for_mean_input(problem) if self.resolve(problem) == "rows" else self
+
+    def resolved(self, problem: Problem) -> Provider:
+        found = super().resolved(problem)
+        kind = self.resolve(problem)
+        if self.poseig != "auto" or kind == "recursive" or not isinstance(found, PCH):
+            return found
+        return replace(found, poseig="node" if kind == "exact" else "last")
 
     def products(self, problem: Problem) -> PropagatedCurvature:
         """The statistic that gives the output sides of the kind `rows`."""

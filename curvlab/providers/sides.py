@@ -11,7 +11,7 @@ terms where the layer's positions are theirs. With `positions` = q only q positi
 drawn without replacement, by a hash of the example: A and B are then S/q times their sums, and have few rows.
 
 A side is kept as its rows (a Gram factor) while they are fewer than its columns and as a matrix otherwise;
-where columns and rows both exceed `max_factor` it is diagonal, and so is the bias block of such an output side.
+where columns and rows both exceed `max_factor` it is diagonal, and so is the bias block of such a side.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ class Sides:
 class FactorSum:
     """Σ_r rows_rᵀ diag(c_r) rows_r of one side, or of each of several `parts`, in the form that is smallest.
 
-    `expected` is how many rows will be added in all; `plain` where the side is a whole parameter, or goes with
-    a diagonal one: it is diagonal as soon as it is wider than `limit`. Parts are the groups of a convolution: their rows come
-    together, and are multiplied together.
+    `expected` is how many rows will be added in all; `plain` where the side is a whole parameter, or goes
+    with a diagonal one: it is diagonal as soon as it is wider than `limit`. Parts are the groups of a
+    convolution: their rows come together, and are multiplied together.
     """
 
     size: int
