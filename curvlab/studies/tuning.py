@@ -36,6 +36,8 @@ __all__ = ["GRIDS", "HOLDOUT", "Result", "Trial", "Tuned", "Tuning", "run_trial"
 
 HOLDOUT = 0.2
 """Share of the training set that is validated on."""
+EVALUATED = 200
+"""Training examples whose loss a trial looks at: the validation set decides, so that more would be waste."""
 KEPT = 3
 """One of so many points goes on to the next rung."""
 SEED = 1000
@@ -199,7 +201,14 @@ def run_trial(setup: Setup, trial: Trial) -> Result:
     """Train as a trial says, with a part of the training set held out, and validate on that."""
     from curvlab.studies.train.run import OK, train
 
-    plan = TrainPlan(setup, trial.spec, trial.epochs, run_seed=setup.seed + SEED, holdout=HOLDOUT)
+    plan = TrainPlan(
+        setup,
+        trial.spec,
+        trial.epochs,
+        evaluate_examples=EVALUATED,
+        run_seed=setup.seed + SEED,
+        holdout=HOLDOUT,
+    )
     last = train(plan, count_memory=False).iloc[-1]
     loss = float(last["test_loss"])
     fine = last["status"] == OK and math.isfinite(loss)
