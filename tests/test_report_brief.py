@@ -63,6 +63,21 @@ def test_the_only_pair_that_beats_the_gradient_is_not_called_the_only_one_that_f
     assert recommend(cells().iloc[:1]).headline.startswith("Only quick + s finished")
 
 
+@pytest.mark.parametrize(("largest", "rules"), [(0.05, True), (-0.05, True), (0.06, False), (-0.06, False)])
+def test_negative_curvature_that_outweighs_the_damping_is_not_ruled_by_it(
+    largest: float, rules: bool
+) -> None:
+    assert Damping(0.05, largest).rules is rules
+
+
+def test_where_only_the_loss_is_known_the_gradient_is_named() -> None:
+    lost = Against(Beside(), Beside(0.2, 0.3, 0.0, False), Beside(), 3)
+    found = recommend(
+        cells().assign(sine=math.nan), evidence=Evidence({("fine", "s"): lost, ("quick", "s"): lost})
+    )
+    assert found.reasons[0].startswith("The gradient step lowers the loss of its batch by 30.0 %")
+
+
 def test_failed_pairs_unknown_spreads_and_a_missing_reference_are_cautions() -> None:
     frame = cells().assign(sine=math.nan, total_iqr=math.nan)
     broken = frame.iloc[:1].assign(provider="lost", status="failed")

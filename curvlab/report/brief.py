@@ -71,8 +71,9 @@ def gradient_reasons(against: Mapping[Pair, Against]) -> list[str]:
         )
     if first.loss.known:
         pair = max(known, key=lambda name: known[name].loss.pair)
+        step = "It" if words else "The gradient step"
         words.append(
-            f"It lowers the loss of its batch by {percent(first.loss.gradient)}; the most by a pair, "
+            f"{step} lowers the loss of its batch by {percent(first.loss.gradient)}; the most by a pair, "
             f"{' + '.join(pair)}: {percent(known[pair].loss.pair)}."
         )
     return words
