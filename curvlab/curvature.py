@@ -49,9 +49,9 @@ from curvlab.linalg import (
 from curvlab.linalg.blocks import DENSE_BYTES, check_dense_bytes
 from curvlab.linalg.eigenbases import DENSE_OPERATOR_UP_TO, Eigenbasis
 from curvlab.linalg.estimators import Estimate, Estimator, estimate_trace
+from curvlab.linalg.execution import FullPrecision
 from curvlab.linalg.factors import frobenius_norm
 from curvlab.linalg.flat import flatten, unflatten
-from curvlab.linalg.precision import FullPrecision
 from curvlab.matrix_functions import (
     LOGDET_STEPS,
     Damping,

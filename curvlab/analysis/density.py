@@ -29,8 +29,8 @@ from curvlab.curvature import Curvature
 from curvlab.exceptions import SpecError
 from curvlab.linalg.eigenbases import Eigenbasis
 from curvlab.linalg.estimators import gaussian_rows
+from curvlab.linalg.execution import full_precision
 from curvlab.linalg.krylov import eigenpairs, lanczos, quadrature
-from curvlab.linalg.precision import full_precision
 from curvlab.matrix_functions import SymmetricMatrix, runs_at_once
 from curvlab.problem import Problem
 

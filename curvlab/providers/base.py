@@ -36,8 +36,7 @@ from curvlab.problem import Problem
 from curvlab.providers.example_rows import groups_of
 from curvlab.providers.sides import MAX_FACTOR, Sharing, Sides
 from curvlab.providers.statistics import Inputs, OutputProducts, Statistic, Values, input_statistic
-from curvlab.registry import INTERFACE
-from curvlab.specs import check_choices
+from curvlab.specs import INTERFACE, check_choices
 from curvlab.staleness import Versions, change_message
 
 __all__ = [

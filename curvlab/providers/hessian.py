@@ -58,7 +58,7 @@ UNKNOWN = Definiteness(False, "a Hessian may have negative eigenvalues")
 
 
 def chunks(recording: ChainRecording, lowest: int = 0) -> Iterator[slice]:
-    """Slices of the examples, small enough that one matrix an example fits in `CHUNK_BYTES`."""
+    """Slices of the examples, small enough that one matrix per example fits in `CHUNK_BYTES`."""
     widths = [layer.out_features for layer in recording.chain.layers[lowest:]]
     per_example = 3 * max(widths) ** 2 * recording.logits.element_size()
     size = max(1, CHUNK_BYTES // per_example)

@@ -13,10 +13,9 @@ import pandas as pd
 
 from curvlab.report.controls import Against, Evidence
 from curvlab.report.measures import ANGLE, LOSS, STEP, Measure
-from curvlab.report.numbers import digits, percent, second_words
+from curvlab.report.numbers import count_words, digits, join_names, percent, second_words
 from curvlab.report.pareto import Candidate
 from curvlab.report.training import Run, leaders
-from curvlab.report.words import count_words, join_names
 
 __all__ = ["gradient_reasons", "pair_reasons", "short_cautions", "training_reasons"]
 

@@ -21,6 +21,7 @@ import pandas as pd
 from curvlab.report.brief import gradient_reasons, pair_reasons, short_cautions, training_reasons
 from curvlab.report.controls import Evidence, control_words, damping_words
 from curvlab.report.measures import Measure, measure_of
+from curvlab.report.numbers import join_names
 from curvlab.report.pareto import Candidate, best_by_price, candidates, front, zero_step_pairs
 from curvlab.report.reasons import (
     NOISE,
@@ -39,7 +40,6 @@ from curvlab.report.reasons import (
     worst_layer,
 )
 from curvlab.report.training import Run, leaders, runs, training_words
-from curvlab.report.words import join_names
 
 __all__ = ["Recommendation", "recommend"]
 
