@@ -37,7 +37,7 @@ from curvlab.gradient import Gradient, GradientMean, add_decay, gradient_of
 from curvlab.linalg.precision import FullPrecision, in_float
 from curvlab.model.example_gradients import example_gradients
 from curvlab.model.layers import Chain, Layer, check_same_layers
-from curvlab.model.network import Inputs, Network, OutputChoice, tensors_of
+from curvlab.model.network import Inputs, Members, Network, OutputChoice, tensors_of
 from curvlab.model.probe import record_and_probe
 from curvlab.model.recording import AllWeightsZeroError, ChainRecording, Recording, record
 from curvlab.specs import check_number
@@ -266,8 +266,9 @@ class Problem(FullPrecision):
         return self._tensors_with(self._source.batch if isinstance(self._source, Single) else None)
 
     def _tensors_with(self, batch: Batch | None) -> dict[str, Tensor]:
-        tensors: dict[str, Tensor] = dict(self.model.named_parameters())
-        tensors |= dict(self.model.named_buffers())
+        members = Members.of(self.model)
+        tensors: dict[str, Tensor] = dict(members.parameters)
+        tensors |= members.buffers
         if batch is not None:
             first, *others = tensors_of(batch.inputs)
             tensors |= {"the inputs": first, "the targets": batch.targets}

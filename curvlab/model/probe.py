@@ -10,9 +10,10 @@ structure (modules, modes, hooks, parameters, and the functions that the forward
 
 A difference beyond rounding is an error that names the first parameter where it shows. A later batch that
 goes the same way through the same structure is read off the forward as it runs: its logits and its loss are
-the model's own. Of it one example, another one each time, is run alone, unless the forward is a chain, each
-of whose calls works on every row by itself. All is compared again, in every batch, where calls move or join
-rows by what the data are, and where hooks see the gradients.
+the model's own. A forward that was nothing but a chain is compared with that one call by call, and read anew
+where it differs (`curvlab.model.chain`). Of any other forward one example, another one each time, is run
+alone, unless it is a chain, each of whose calls works on every row by itself. All is compared again, in every
+batch, where calls move or join rows by what the data are, and where hooks see the gradients.
 """
 
 from __future__ import annotations
@@ -30,7 +31,14 @@ from curvlab.exceptions import ProblemError
 from curvlab.measure import device
 from curvlab.model.forward import Forward
 from curvlab.model.network import Inputs, Network, slice_examples, take_examples
-from curvlab.model.recording import GraphRecording, Recording, record
+from curvlab.model.recording import (
+    ChainRecording,
+    GraphRecording,
+    KnownForward,
+    Recording,
+    record,
+    record_known,
+)
 
 __all__ = ["record_and_probe"]
 
@@ -46,10 +54,17 @@ def record_and_probe(
     network: Network, criterion: Criterion, inputs: Inputs, targets: Tensor, *, torch_layout: bool = False
 ) -> Recording:
     """The recording of a batch, compared with the model itself where its structure is new."""
+    known = network.known_forward[0] if network.known_forward else None
+    if isinstance(known, KnownForward):
+        followed = record_known(network, criterion, inputs, targets, known, torch_layout=torch_layout)
+        if followed is not None:
+            return followed
+        network.known_forward.clear()
     recording, forward = record(network, criterion, inputs, targets, torch_layout=torch_layout)
     if not device.readable(forward.logits):
         return recording
-    key: Hashable = (network.structure_key(), forward.way, type(recording))
+    structure = network.structure_key()
+    key: Hashable = (structure, forward.way, type(recording))
     if key not in network.probed or forward.rows_may_meet or network.has_backward_hooks():
         network.probed[key] = _probe(network, criterion, inputs, targets, torch_layout, recording, forward)
     elif isinstance(recording, GraphRecording) and recording.examples > 1:
@@ -58,6 +73,8 @@ def record_and_probe(
         recording, _ = record(
             network, criterion, inputs, targets, torch_layout=torch_layout, sequences_first=True
         )
+    elif isinstance(recording, ChainRecording) and forward.calls and not network.has_backward_hooks():
+        network.known_forward[:] = [KnownForward(structure, forward.calls, recording.chain)]
     return recording
 
 

@@ -126,7 +126,12 @@ class StackedSystems(SymmetricOperator):
         self._shift = example.new_full((), damping.shift)
         self._image, self._scaled = example.new_empty(shape), example.new_empty(shape)
         self._products = [
-            (layer.output, self._part(self._image, index), self._part(self._scaled, index))
+            (
+                layer.output,
+                self._part(self._image, index),
+                self._part(self._scaled, index),
+                self.systems(index),
+            )
             for index, layer in enumerate(layers)
         ]
 
@@ -155,9 +160,15 @@ class StackedSystems(SymmetricOperator):
     def matmul(self, x: Tensor) -> Tensor:
         self._times_input(x)
         torch.mul(x, self._shift, out=self._image)
-        for output, image, scaled in self._products:
+        for output, image, scaled, _ in self._products:
             output.add_product_(image, scaled, self.damping.scale)
         return self._image
+
+    def rest(self, done: Tensor) -> None:
+        """Leave out the products with B of layers whose systems have all ended: of these τx is given."""
+        ended = done.flatten().tolist()
+        if any(ended):
+            self._products = [part for part in self._products if not all(ended[part[-1]])]
 
     @abstractmethod
     def systems(self, index: int) -> slice:
