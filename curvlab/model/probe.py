@@ -28,6 +28,7 @@ from torch import Tensor
 from curvlab.criteria import Criterion
 from curvlab.criteria.base import AllWeightsZeroError
 from curvlab.exceptions import ProblemError
+from curvlab.linalg.pending import require
 from curvlab.measure import device
 from curvlab.model.forward import Forward
 from curvlab.model.network import Inputs, Network, slice_examples, take_examples
@@ -153,10 +154,13 @@ class _Probe:
 
     def _compare_logits(self, ours: Tensor, own: Tensor, what: str, why: str) -> None:
         if ours.shape != own.shape or not _close(ours, own, float(own.abs().max())):
-            raise ProblemError(
-                f"the logits of {type(self.network.model).__name__} differ for {what}: {why}. Curvature is "
-                f"that of one function of one example"
-            )
+            raise self._differing(what, why)
+
+    def _differing(self, what: str, why: str) -> ProblemError:
+        return ProblemError(
+            f"the logits of {type(self.network.model).__name__} differ for {what}: {why}. Curvature is "
+            f"that of one function of one example"
+        )
 
     def _compare_gradient(self, recording: Recording, logits: Tensor) -> None:
         terms = recording.terms
@@ -224,10 +228,17 @@ class _Probe:
         terms = recording.terms
         index = 1 + next(self.network.later_batches) % (recording.examples - 1)
         logits, row = self._alone(recording, index)
-        values = terms.as_logits(terms.logits, torch.ones_like(terms.within))[index]
-        self._compare_logits(
-            values, logits[row].detach(), f"example {index} in the batch and without the others", _DEPEND
-        )
+        ours, own = terms.as_logits(terms.logits, torch.ones_like(terms.within))[index], logits[row].detach()
+        what = f"example {index} in the batch and without the others"
+        if ours.shape != own.shape:
+            raise self._differing(what, _DEPEND)
+
+        def judge(found: list[float]) -> None:
+            difference, largest = found
+            if not difference <= TOLERANCE.get(own.dtype, 1e-3) * largest:
+                raise self._differing(what, _DEPEND)
+
+        require([(ours - own).abs().max(), own.abs().max()], judge)
 
     def _alone(self, recording: Recording, index: int) -> tuple[Tensor, int]:
         """The logits without the other examples: alone, or repeated where the model takes no batch of one."""
