@@ -6,6 +6,7 @@ import os
 import re
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -587,7 +588,8 @@ class Changing(nn.Module):
         way = self.way[0]
         if way == "halved":
             x = x * 0.5
-        with torch.set_grad_enabled(torch.is_grad_enabled() and way != "no gradients"):
+        modes = {"no gradients": torch.no_grad, "inference mode": torch.inference_mode}
+        with modes.get(way, nullcontext)():
             z = self.first(x.flatten(1))
         if way == "in place":
             z.mul_(2)
@@ -635,7 +637,7 @@ def test_a_later_batch_of_a_chain_is_one_forward_that_is_compared_call_by_call(
         torch.testing.assert_close(gradient[name], expected, rtol=1e-12, atol=1e-15)
 
 
-CHANGES = "halved,in place,no gradients,another function,overwritten,skipped,another weight,twice,two heads"
+CHANGES = "halved,in place,no gradients,inference mode,another function,overwritten,skipped,another weight,twice,two heads"
 
 
 @pytest.mark.parametrize("way", CHANGES.split(","))

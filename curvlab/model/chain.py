@@ -149,7 +149,8 @@ class ChainReader:
         """Keep a call as the next link, as long as every call is one."""
         if self._links is None:
             return
-        link = _link(func, args, kwargs) if args and args[0] is self._last else None
+        followed = args and args[0] is self._last and torch.is_grad_enabled()
+        link = _link(func, args, kwargs) if followed else None
         if link is None or not isinstance(output, Tensor) or self._last._version != self._last_version:
             self._links = None
             return
@@ -402,7 +403,8 @@ class ChainFollower(TorchFunctionMode):
         link, given = next(self._links, None), self.last
         if link is None or func is not link.function or not args or args[0] is not given:
             return False
-        if not isinstance(output, Tensor) or given._version != self._version or not torch.is_grad_enabled():
+        # Inference mode, in which tensors have no version, switches gradients off as well.
+        if not torch.is_grad_enabled() or not isinstance(output, Tensor) or given._version != self._version:
             return False
         if link.weight is not None:
             weight, bias = (*args[1:], None, None)[:2]
