@@ -637,7 +637,10 @@ def test_a_later_batch_of_a_chain_is_one_forward_that_is_compared_call_by_call(
         torch.testing.assert_close(gradient[name], expected, rtol=1e-12, atol=1e-15)
 
 
-CHANGES = "halved,in place,no gradients,inference mode,another function,overwritten,skipped,another weight,twice,two heads"
+CHANGES = (
+    "halved,in place,no gradients,inference mode,another function,overwritten,skipped,another weight,twice,"
+    "two heads"
+)
 
 
 @pytest.mark.parametrize("way", CHANGES.split(","))

@@ -56,7 +56,7 @@ def problem(made: Made, device: str) -> curvlab.Problem:
 
 
 def residual() -> Made:
-    """A residual network of eight convolutions and a head, on random images."""
+    """A residual network, on random images."""
     model = architecture("resnet8[norm=none,activation=silu]").build(inputs=(3, 32, 32), outputs=10)
     return model, torch.randn(8, 3, 32, 32), torch.randint(10, (8,))
 

@@ -1,8 +1,8 @@
 """Launches and host reads of one step, counted: the network 3072-1024-…-10 with a batch of 500, and resnet8.
 
 The counts are upper bounds at what they are today: a step that launches more has become slower on every
-accelerator, whatever the CPU says. Conjugate gradients end where they converge, so theirs
-depend on the network.
+accelerator, whatever the CPU says. Conjugate gradients end where they converge, so theirs depend on the
+network; those of resnet8, on 8 images here, depend on the batch, which decides about routes.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ STEPS = {
     ("chain", "pch-1", "kfi"): (533, 2),
     ("chain", "fisher", "kfi"): (482, 2),
     ("chain", "gauss-newton", "cg"): (1873, 4),
-    ("resnet8", "fisher", "ea-cg"): (9999, 99),
-    ("resnet8", "fisher", "kfi"): (9999, 99),
-    ("resnet8", "fisher[positions=4]", "kfi"): (9999, 99),
+    ("resnet8", "fisher", "ea-cg"): (1964, 6),
+    ("resnet8", "fisher", "kfi"): (1162, 3),
+    ("resnet8", "fisher[positions=4]", "kfi"): (2991, 3),
 }
 """Launches and reads."""
 
@@ -42,4 +42,6 @@ def test_asv_tracks_the_same_counts(sim: Sim) -> None:
     suite = StepCounts()
     step = ("chain", "fisher", "kfi")
     suite.setup(*step)
-    assert (suite.track_launches(*step), suite.track_reads(*step)) == STEPS[step]
+    launches, reads = STEPS[step]
+    assert 0 < suite.track_launches(*step) <= launches
+    assert 0 < suite.track_reads(*step) <= reads
