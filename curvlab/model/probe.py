@@ -55,7 +55,7 @@ def record_and_probe(
     network: Network, criterion: Criterion, inputs: Inputs, targets: Tensor, *, torch_layout: bool = False
 ) -> Recording:
     """The recording of a batch, compared with the model itself where its structure is new."""
-    known = network.known_forward[0] if network.known_forward else None
+    known = next(iter(network.known_forward), None)  # another thread may clear it
     if isinstance(known, KnownForward):
         followed = record_known(network, criterion, inputs, targets, known, torch_layout=torch_layout)
         if followed is not None:
