@@ -21,7 +21,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -148,6 +150,7 @@ class Versions:
 
 
 SAMPLED = 16
+OWN_BITS = frozenset({torch.float32, torch.float64, torch.int64})
 
 
 def _sample(tensors: Sequence[Tensor]) -> tuple[bytes, ...] | None:
@@ -160,13 +163,21 @@ def _sample(tensors: Sequence[Tensor]) -> tuple[bytes, ...] | None:
     for tensor in tensors:
         if tensor.device.type != "cpu" or not device.readable(tensor) or tensor.layout is not torch.strided:
             return None
-        plain = tensor.detach().resolve_conj().resolve_neg()
-        plain = torch.view_as_real(plain) if plain.is_complex() else plain
-        # As integers: numpy has no bfloat16.
-        array = plain.view(INTEGERS[plain.element_size()]).numpy()
+        array = _array_of(tensor.detach())
         step = max(1, array.size // SAMPLED)
         pieces.append(array.flat[::step][:SAMPLED].tobytes())
     return tuple(pieces) or None
+
+
+def _array_of(tensor: Tensor) -> np.ndarray[Any, Any]:
+    """The bits of a tensor as numpy sees them, in its own memory where they are those of numbers."""
+    if tensor.dtype in OWN_BITS and not tensor.is_neg():
+        found: np.ndarray[Any, Any] = tensor.numpy()
+        return found
+    plain = tensor.resolve_conj().resolve_neg()
+    plain = torch.view_as_real(plain) if plain.is_complex() else plain
+    # As integers: numpy has no bfloat16.
+    return plain.view(INTEGERS[plain.element_size()]).numpy()
 
 
 def change_message(changed: Sequence[str], since: str, consequence: str, *, in_place: bool = False) -> str:

@@ -124,8 +124,12 @@ def run_forward(network: Network, inputs: Inputs, *, sequences_first: bool = Fal
 def follow_forward(
     network: Network, inputs: Inputs, known: KnownChain
 ) -> tuple[Tensor, ChainFollower] | None:
-    """Run a model whose forward is expected to be a known chain; None where it was something else."""
-    network.check_unchanged()
+    """Run a model whose forward is expected to be a known chain; None where it was something else.
+
+    The caller compares the structure of the model, which shows what `Network.check_unchanged` looks for.
+    """
+    if network.copied is not None:
+        network.check_unchanged()  # brings the copy to the model's values
     given = _usable(inputs)
     tensors = tensors_of(given)
     if len(tensors) != 1:
