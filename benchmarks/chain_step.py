@@ -7,7 +7,7 @@ Uses torch and the names that every version of curvlab has had, so that one file
 wide network is 3072-1024-512-256-128-64-32-16-10 with batch 500, the narrow one 64-32-16-10 with batch 100,
 both with sigmoids, on random data; processor seconds. The damping is named: its default has changed, and
 conjugate gradients take more iterations for less damping. With `--trees` each has a process of its own, they
-take turns round by round, and what is printed are medians, the ratio to SGD, and that of the last to the first.
+take turns round by round; what is printed are medians, ratios to SGD, and those of the last to the first.
 """
 
 from __future__ import annotations
