@@ -37,11 +37,11 @@ from curvlab.gradient import Gradient, GradientMean, add_decay, gradient_of
 from curvlab.linalg.precision import FullPrecision, in_float
 from curvlab.model.example_gradients import example_gradients
 from curvlab.model.layers import Chain, Layer, check_same_layers
-from curvlab.model.network import Inputs, Members, Network, OutputChoice, tensors_of
+from curvlab.model.network import Inputs, Network, OutputChoice, tensors_of
 from curvlab.model.probe import record_and_probe
 from curvlab.model.recording import AllWeightsZeroError, ChainRecording, Recording, record
 from curvlab.specs import check_number
-from curvlab.staleness import Versions
+from curvlab.staleness import Members, Versions
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

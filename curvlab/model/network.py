@@ -47,13 +47,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from curvlab.exceptions import ProblemError, StaleError, describe_argument
 from curvlab.linalg.precision import LOW_PRECISION, in_float
 from curvlab.measure import device
-from curvlab.staleness import Versions
+from curvlab.staleness import Members, Versions
 
 __all__ = [
     "DROPOUTS",
     "FloatCopy",
     "Inputs",
-    "Members",
     "ModelCall",
     "Network",
     "OutputChoice",
@@ -201,47 +200,6 @@ class Network:
     def structure_key(self) -> Hashable:
         """What a forward's code may ask beside its inputs: modules, modes, hooks and dtypes."""
         return _structure_key(self.given)
-
-
-@dataclass(frozen=True, eq=False)
-class Members:
-    """The modules, parameters and buffers of a model by name, each once and in torch's order.
-
-    Found in one walk: the model is looked at several times in each step, and torch's own generators take a
-    microsecond for every name.
-
-    >>> found = Members.of(nn.Sequential(nn.Linear(2, 1), nn.ReLU()))
-    >>> [name for name, _ in found.modules], [name for name, _ in found.parameters]
-    (['', '0', '1'], ['0.weight', '0.bias'])
-    """
-
-    modules: list[tuple[str, nn.Module]]
-    parameters: list[tuple[str, nn.Parameter]]
-    buffers: list[tuple[str, Tensor]]
-
-    @classmethod
-    def of(cls, model: nn.Module) -> Members:
-        """Walk through a model."""
-        found = cls([], [], [])
-        found._visit("", model, set())
-        return found
-
-    def _visit(self, prefix: str, module: nn.Module, seen: set[int]) -> None:
-        if id(module) in seen:
-            return
-        seen.add(id(module))
-        self.modules.append((prefix[:-1], module))
-        for name, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) not in seen:
-                seen.add(id(parameter))
-                self.parameters.append((prefix + name, parameter))
-        for name, buffer in module._buffers.items():
-            if buffer is not None and id(buffer) not in seen:
-                seen.add(id(buffer))
-                self.buffers.append((prefix + name, buffer))
-        for name, child in module._modules.items():
-            if child is not None:
-                self._visit(f"{prefix}{name}.", child, seen)
 
 
 def _settings(model: nn.Module) -> dict[str, Hashable]:
