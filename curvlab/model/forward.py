@@ -138,10 +138,10 @@ def follow_forward(
     try:
         with torch.enable_grad():
             logits = network.call(given, follower)
-    except (ProblemError, torch.OutOfMemoryError):
+    except torch.OutOfMemoryError:
         raise
     except (Exception, SystemExit):
-        return None  # watched in full it fails again, with an error that says where
+        return None  # watched in full it fails again, with an error that says where and why
     if not follower.ends_with(logits) or len(logits) != example_count(given):
         return None
     if network.copied is not None:
