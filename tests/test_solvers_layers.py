@@ -15,7 +15,7 @@ from curvlab.curvature_layers import KroneckerPart, OperatorLayer, PlainLayer, S
 from curvlab.exceptions import PairError, SolveError
 from curvlab.linalg import DenseFactor, DiagonalFactor, GramFactor, MatrixView, OperatorBlock, ViewStep
 from curvlab.linalg.factors import InputFactors
-from curvlab.solvers.layer_systems import StackedSystems
+from curvlab.solvers.conjugate_gradients import StackedSystems
 from tests.layer_cases import (
     ALL,
     SHARED,

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from curvlab.activations import FUNCTIONS, Activation, Identity, LeakyReLU, activation_of, elementwise
 from curvlab.exceptions import ProblemError
 from curvlab.measure import device
-from curvlab.model.network import own_hook
+from curvlab.staleness import own_hook
 
 __all__ = ["GETTERS", "QUESTIONS", "ChainFollower", "ChainLayer", "ChainReader", "KnownChain", "ReadChain"]
 

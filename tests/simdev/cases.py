@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import curvlab
 from curvlab.architectures import architecture
-from curvlab.measure import device as devices
+from curvlab.linalg.execution import host_costs
 from curvlab.optim import SecondOrder
 from tests.simdev.device import Counts, Sim
 
@@ -68,7 +68,7 @@ COUNTED = {"chain": lambda: chain(WIDE, 500), "resnet8": residual}
 
 def counts_of_step(sim: Sim, network: str, provider: str, solver: str) -> Counts:
     """What the second step asks of the device: the first makes what the others keep."""
-    devices.host_costs.cache_clear()  # may have been measured with other costs
+    host_costs.cache_clear()  # may have been measured with other costs
     model, inputs, targets = COUNTED[network]()
     model, inputs, targets = model.to("sim"), inputs.to("sim"), targets.to("sim")
     optimizer = SecondOrder(model, "cross-entropy", provider, solver, lr=0.1, alpha=0.1)
