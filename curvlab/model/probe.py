@@ -7,6 +7,7 @@ structure (modules, modes, hooks, parameters, and the functions that the forward
     logits      of the whole batch, watched and not; of a few examples alone
     gradient    of up to `EXAMPLES` examples, assembled from the recording, with autograd's
     examples    Σ_k a_k ∇ξ_{i_k} of a few examples, assembled from rows of the batch, with theirs when alone
+    places      the logits of a few examples that stand one place further on
 
 A difference beyond rounding is an error that names the first parameter where it shows. A later batch that
 goes the same way through the same structure is read off the forward as it runs: its logits and its loss are
@@ -46,6 +47,7 @@ __all__ = ["record_and_probe"]
 EXAMPLES = 64
 # Weights of the examples that are run alone: told apart by size and sign.
 COEFFICIENTS = (1.0, -0.7, 0.45)
+MOVED = 8  # examples that are run in other places
 # Relative differences that rounding explains, also in deep networks in float32.
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-7}
 NEGLIGIBLE = 1e-2  # of the tolerance, relative to the whole gradient: parameters whose gradient is rounding
@@ -146,6 +148,7 @@ class _Probe:
         self._compare_gradient(part, self._own_logits(part.inputs_given) if own is None else own)
         del own
         self._compare_alone(part)
+        self._compare_moved(part)
 
     def _own_logits(self, inputs: Inputs) -> Tensor:
         """The logits of the model's own forward, unwatched, with their graph."""
@@ -223,6 +226,22 @@ class _Probe:
             recording.weighted_gradients(weights), own, "of single examples differs from theirs alone"
         )
 
+    def _compare_moved(self, recording: Recording) -> None:
+        """A few examples, each one place further on than in the batch: what stands there must not matter."""
+        counted = torch.nonzero(recording.weights > 0)[:MOVED, 0].cpu()
+        if len(counted) < 2:
+            return
+        order = counted.roll(1)
+        try:
+            logits = self._own_logits(take_examples(recording.inputs_given, order))
+        except Exception:  # the model takes no batch of another size: `_compare_alone` has said what can be
+            return
+        terms = recording.terms
+        batch = terms.as_logits(terms.logits, torch.ones_like(terms.within))
+        self._compare_logits(
+            batch[order.to(batch.device)], logits.detach(), "examples in other places", _PLACE
+        )
+
     def compare_one_alone(self, recording: Recording) -> None:
         """The logits of one example by itself against those in the batch."""
         terms = recording.terms
@@ -253,6 +272,7 @@ _TWICE = (
     "its forward depends on how often it was called or on who watches it (a counter, a cache, random "
     "numbers, tracing)"
 )
+_PLACE = "what it does to an example depends on where it stands in the batch, or on the others"
 _DEPEND = (
     "examples depend on each other or on the size of the batch (batch statistics, sorting, a branch on its "
     "size)"
