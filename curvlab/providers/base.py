@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal, cast
 
+import torch
 from torch import Tensor
 
 from curvlab.curvature import Curvature
@@ -323,6 +324,7 @@ def example_layers(context: Context, factors: Sequence[Factor], structure: str) 
 def side_notes(layers: Sequence[LayerCurvature]) -> tuple[str, ...]:
     """What the layers' sides leave out: diagonal sides, and layers whose mean gradient has no curvature."""
     notes = []
+    losing = _losing_their_mean([layer for layer in layers if isinstance(layer, SharedLayer)])
     for layer in layers:
         if isinstance(layer, PlainLayer) and isinstance(layer.factor, DiagonalFactor):
             notes.append(f"`{layer.name}` is wider than max_factor: its block is diagonal")
@@ -334,7 +336,7 @@ def side_notes(layers: Sequence[LayerCurvature]) -> tuple[str, ...]:
         if isinstance(layer, SharedLayer):
             if any(isinstance(part.output, DiagonalFactor) for part in layer.parts):
                 notes.append(f"layer `{layer.name}`: its output side is wider than max_factor, and diagonal")
-            if _loses_mean(layer):
+            if layer.name in losing:
                 notes.append(
                     f"layer `{layer.name}`: the gradients of an example's positions cancel, so that `sm-kfi` "
                     f"and `ea-cg` see no curvature there"
@@ -342,18 +344,22 @@ def side_notes(layers: Sequence[LayerCurvature]) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _loses_mean(layer: SharedLayer) -> bool:
-    """Whether ḡ vanishes for all of a part though the gradients at its positions do not."""
-    start = 0
-    for part in layer.parts:
-        size = part.output.size
-        own, mean = part.output.trace(), layer.mean_output.diagonal()[start : start + size].sum()
-        if not device.readable(own):
-            return False
-        if float(own) > 0 and float(mean) <= CANCELLED * float(own):
-            return True
-        start += size
-    return False
+def _losing_their_mean(layers: Sequence[SharedLayer]) -> set[str]:
+    """The layers in which ḡ vanishes for all of a part though the gradients at its positions do not."""
+    names, sums = [], []
+    for layer in layers:
+        start, means = 0, layer.mean_output.diagonal()
+        for part in layer.parts:
+            size = part.output.size
+            names.append(layer.name)
+            sums.append(torch.stack([part.output.trace(), means[start : start + size].sum()]))
+            start += size
+    if not sums or not device.readable(sums[0]):
+        return set()
+    read = torch.stack(sums).tolist()  # once, for all layers
+    return {
+        name for name, (own, mean) in zip(names, read, strict=True) if own > 0 and mean <= CANCELLED * own
+    }
 
 
 CANCELLED = 1e-10

@@ -193,6 +193,8 @@ def position_weights(recording: GraphRecording, uses: Sequence[WeightUse]) -> li
             weights.append(recording.row_weights[:, None] * inside)
         else:
             each = recording.row_weights[:, None] / total
+            if terms.equal_weights:  # shown by the layout, so that no use has to look at the values
+                each = each[:1]
             weights.append(each.expand(recording.examples, use.positions))
     return weights
 
