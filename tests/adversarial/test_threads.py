@@ -149,7 +149,7 @@ def operations() -> dict[str, Callable[[], Any]]:
         "power, a new damping each time": lambda: (
             fisher.power(-0.5, damping=curvlab.Additive(next(alphas))) @ slope
         ),
-        "estimated trace": lambda: hessian.trace(estimator="hutch++", probes=6),
+        "estimated trace": lambda: hessian.trace(estimator="hutch++", probes=8),
         "estimated diagonal": lambda: hessian.diagonal(estimator="hutchinson", probes=4),
         "from an operator": lambda: curvlab.curvature_from(fisher.to_scipy(), like=model) @ slope,
         "bounds": lambda: curvlab.bounds(problem),
