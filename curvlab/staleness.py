@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from curvlab.exceptions import StaleError
+from curvlab.linalg.pending import deferring
 from curvlab.measure import device
 
 __all__ = [
@@ -156,6 +157,8 @@ def _sample(tensors: Sequence[Tensor]) -> tuple[bytes, ...] | None:
     Read through numpy's view of the same memory: nothing is allocated by torch, so that what this costs is
     in no measured column.
     """
+    if deferring():
+        return None
     pieces = []
     for tensor in tensors:
         if tensor.device.type != "cpu" or not device.readable(tensor) or tensor.layout is not torch.strided:

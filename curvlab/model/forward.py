@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from curvlab.exceptions import ProblemError
-from curvlab.linalg.pending import require
+from curvlab.linalg.pending import Limits, require
 from curvlab.linalg.precision import in_float
 from curvlab.model.chain import ChainReader, ReadChain
 from curvlab.model.layers import Chain, Layer, WatchedUses, layers_of
@@ -266,6 +266,9 @@ def _chain_layer(network: Network, names: Mapping[int, str], weight: Tensor, bia
     )
 
 
+NOT_FINITE = Limits("the batch, a pre-activation or the logits hold NaN or infinity")
+
+
 def check_finite(network: Network, inputs: Inputs, forward: Forward) -> None:
     """Catch NaN and infinity with a single read back to the host, and say where they first show.
 
@@ -279,7 +282,7 @@ def check_finite(network: Network, inputs: Inputs, forward: Forward) -> None:
     elif len(tensors) == 1 and tensors[0].is_floating_point():
         looked += tensors
     found = partial(_explain_not_finite, network, inputs, looked)
-    require([tensor.sum() for tensor in looked], found)
+    require([tensor.sum() for tensor in looked], found, NOT_FINITE)
 
 
 def _explain_not_finite(

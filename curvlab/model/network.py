@@ -45,6 +45,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from curvlab.exceptions import ProblemError, StaleError, describe_argument
+from curvlab.linalg.pending import askable
 from curvlab.linalg.precision import LOW_PRECISION, in_float
 from curvlab.measure import device
 from curvlab.staleness import Versions
@@ -467,7 +468,7 @@ class ModelCall:
             before = device.random_states(example)
             with mode or nullcontext():
                 logits = self.logits_of(_called(self.model, given))
-            if device.readable(logits) and not before.unchanged():
+            if askable(logits) and not before.unchanged():
                 _check_randomness(self.model, given, before)
             return logits
 

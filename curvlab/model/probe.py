@@ -27,7 +27,7 @@ from torch import Tensor
 from curvlab.criteria import Criterion
 from curvlab.criteria.base import AllWeightsZeroError
 from curvlab.exceptions import ProblemError
-from curvlab.measure import device
+from curvlab.linalg.pending import askable
 from curvlab.model.forward import Forward
 from curvlab.model.network import Inputs, Network, slice_examples, take_examples
 from curvlab.model.recording import GraphRecording, Recording, record
@@ -47,7 +47,7 @@ def record_and_probe(
 ) -> Recording:
     """The recording of a batch, compared with the model itself where its structure is new."""
     recording, forward = record(network, criterion, inputs, targets, torch_layout=torch_layout)
-    if not device.readable(forward.logits):
+    if not askable(forward.logits):
         return recording
     key: Hashable = (network.structure_key(), forward.way, type(recording))
     if key not in network.probed or forward.rows_may_meet or network.has_backward_hooks():

@@ -28,7 +28,7 @@ from curvlab.curvature_structures import JointLayer
 from curvlab.exceptions import SpecError, StaleError
 from curvlab.linalg import Factor
 from curvlab.linalg.factors import DiagonalFactor, InputFactors
-from curvlab.measure import device
+from curvlab.linalg.pending import askable
 from curvlab.model.layers import Layer
 from curvlab.model.network import Network
 from curvlab.model.recording import Recording
@@ -329,7 +329,7 @@ def _loses_mean(layer: SharedLayer) -> bool:
     for part in layer.parts:
         size = part.output.size
         own, mean = part.output.trace(), layer.mean_output.diagonal()[start : start + size].sum()
-        if not device.readable(own):
+        if not askable(own):
             return False
         if float(own) > 0 and float(mean) <= CANCELLED * float(own):
             return True

@@ -31,6 +31,7 @@ from curvlab.linalg import Block, DenseFactor, DiagonalFactor, Factor, GramFacto
 from curvlab.linalg.cg import CGResult, SymmetricOperator, conjugate_gradients, iterate, iterate_together
 from curvlab.linalg.factors import InputKind
 from curvlab.linalg.flat import flatten, unflatten
+from curvlab.linalg.pending import LEAST, Limits, deferring, require, would_read
 from curvlab.measure import device
 from curvlab.solvers.base import (
     Formulation,
@@ -57,6 +58,7 @@ from curvlab.solvers.textbook import bias_operator, weight_operator
 __all__ = ["CG", "EACG", "BlockCG", "DampedBlocks", "jacobi"]
 
 
+POSITIVE = Limits("a damped diagonal is not positive", low=LEAST)
 STACKED_UP_TO = 4096  # outputs of a layer that shares an iteration with others
 LAUNCHES = 20  # of an iteration, about
 MOST_READS = 4  # of the limit on iterations, where a read waits for a device
@@ -162,6 +164,8 @@ class CG(Solver):
         """Iterations between two reads: by the device's costs, with at most `MOST_READS` in all."""
         interval = device.read_interval(rhs, launches, self.max_iter)
         if interval == 0 or device.in_pieces(rhs):
+            if not device.in_pieces(rhs) and not deferring():
+                would_read(MOST_READS - 1)
             return interval
         return max(interval, -(-self.max_iter // MOST_READS))
 
@@ -202,7 +206,9 @@ class CG(Solver):
         if not isinstance(output, DiagonalFactor) or state.coordinates is not None or gradient.bias is None:
             return None
         divisor = damping.scale * output.values + damping.shift
-        if device.readable(divisor) and not bool(divisor.amin() > 0):
+        if deferring():
+            require([divisor.amin()], lambda _: None, POSITIVE)
+        elif device.readable(divisor) and not bool(divisor.amin() > 0):
             return None
         system = DampedSystem(self.input_factor, damping.scale, damping.shift)
         return LayerDirection(None, -gradient.bias / divisor, system, "bias", output.rank_bound)

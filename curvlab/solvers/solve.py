@@ -34,7 +34,7 @@ from curvlab.gradient import RowGradient
 from curvlab.linalg import Matrix
 from curvlab.linalg.cg import Outcome
 from curvlab.linalg.inverse import NotFiniteError, NotPositiveDefiniteError
-from curvlab.linalg.pending import collected, explained, in_pieces, require
+from curvlab.linalg.pending import Limits, collected, deferring, explained, in_pieces, require
 from curvlab.linalg.precision import full_precision
 from curvlab.solvers.base import Guidance, LayerDirection, Preconditioner, Solver
 from curvlab.solvers.damping import Damping, damping_from
@@ -530,6 +530,15 @@ def _find_not_finite(
         if spoiled:
             judge(list(dict.fromkeys(spoiled)))
 
+    if deferring():
+        for name, total in zip(names, sums, strict=True):
+            require(
+                [total], lambda _: None, Limits(f"the gradient or the direction of `{name}` is not finite")
+            )
+        for name, outcome in outcomes.items():
+            limits = Limits(f"the solve of `{name}` broke down", high=int(Outcome.BREAKDOWN) - 1)
+            require([outcome], lambda _: None, limits)
+        return
     require([*sums, *outcomes.values()], found)
 
 

@@ -39,6 +39,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from curvlab.exceptions import ProblemError
+from curvlab.linalg.pending import deferring
 from curvlab.linalg.views import Layout
 from curvlab.measure import device
 
@@ -213,11 +214,15 @@ class WeightUse(Use):
 
 
 def constant_value(values: Tensor) -> float | None:
-    """The number that all `values` are, None where they differ; without values they are taken for equal.
+    """The number that all `values` are, None where they differ, or may not be looked at.
+
+    Without values they are taken for equal.
 
     >>> constant_value(torch.full((2, 3), 0.5)), constant_value(torch.arange(3.0))
     (0.5, None)
     """
+    if deferring():
+        return None
     if not device.readable(values):
         return 1.0  # as those of a batch without class weights or masks are
     low, high = values.aminmax()
