@@ -29,7 +29,7 @@ RATIOS ?= (narrow|cifar10).*cpu SGDRatio.*pch-1.*imagenet10.*cpu
 say = @printf '==> %s\n'
 
 .DEFAULT_GOAL := help
-.PHONY: help install compare test test-fast test-shuffled test-adversarial test-long test-device lint types format reproduce reproduce-quick bench asv-quick asv-check asv-publish clean
+.PHONY: help install compare test test-fast test-shuffled test-adversarial test-long test-device lint types format reproduce reproduce-quick bench bench-device asv-quick asv-check asv-publish clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -102,6 +102,10 @@ bench: $(STAMP) ## benchmark this tree, then print the table of ratios (under 10
 	@$(ASV_QUICK) $(foreach regex,$(BENCH),-b '$(regex)') $(ARGS)
 	$(say) 'ratios to rivals, measured in turns; lower is better'
 	@$(ONE_THREAD) $(BIN)/python -m benchmarks.ratio_table $(foreach regex,$(RATIOS),'$(regex)')
+
+bench-device: $(STAMP) ## times, peaks and launch bounds on this machine's accelerator, into reports/device
+	$(say) 'steps on the accelerator'
+	@$(BIN)/python -m benchmarks.device $(ARGS)
 
 asv-quick: $(STAMP) ## one sample of every benchmark of the narrow network
 	$(say) 'asv, narrow network'

@@ -15,10 +15,10 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
+from typing import Any
 
 import torch
 from torch import nn
@@ -56,7 +56,9 @@ class Row:
         return self.predicted / self.measured - 1
 
 
-def step_of(method: str, network: str, batch: int) -> Callable[[], object]:
+def step_of(
+    method: str, network: str, batch: int, device: str | torch.device = "cpu", **options: Any
+) -> Callable[[], object]:
     """A step of a method on a fully-connected network of sigmoids, the same every time it is asked for."""
     widths = [int(width) for width in network.split("-")]
     with torch.random.fork_rng(devices=[]):
@@ -64,7 +66,7 @@ def step_of(method: str, network: str, batch: int) -> Callable[[], object]:
         layers = [layer for pair in pairwise(widths) for layer in (nn.Linear(*pair), nn.Sigmoid())]
         model, inputs = nn.Sequential(*layers[:-1]), torch.randn(batch, widths[0])
         targets = torch.randint(widths[-1], (batch,))
-    model = deepcopy(model)
+    model, inputs, targets = model.to(device), inputs.to(device), targets.to(device)
     if method == "sgd":
         plain = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9, foreach=True)
 
@@ -75,7 +77,7 @@ def step_of(method: str, network: str, batch: int) -> Callable[[], object]:
 
         return step
     provider, _, solver = method.partition(" + ")
-    optimizer = SecondOrder(model, "cross-entropy", provider, solver, lr=RATE, alpha=ALPHA)
+    optimizer = SecondOrder(model, "cross-entropy", provider, solver, lr=RATE, alpha=ALPHA, **options)
     return lambda: optimizer.step(inputs, targets)
 
 

@@ -224,6 +224,7 @@ def _device_module(sim: Sim) -> ModuleType:
             torch.accelerator.set_device_index(before)
 
     module.device = current
+    module.simulated = True
     module.clock = sim.clock
     module.is_available = lambda: True
     module.is_initialized = lambda: True
