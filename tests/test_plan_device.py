@@ -100,20 +100,6 @@ def test_what_does_not_fit_the_device_is_said() -> None:
 def test_the_command_shows_a_floor_its_source_and_no_measurement() -> None:
     named = "plan --arch 24-16-4 --batch 20 -p fisher -s kfi --form sample-space --device h100"
     arguments = named.split(" ")
-        "plan",
-        "--arch",
-        "24-16-4",
-        "--batch",
-        "20",
-        "-p",
-        "fisher",
-        "-s",
-        "kfi",
-        "--form",
-        "sample-space",
-        "--device",
-        "h100",
-    ]
     shown = CliRunner().invoke(main, arguments)
     assert shown.exit_code == 0, shown.output
     text = " ".join(shown.output.split())
