@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,13 +30,21 @@ from curvlab.measure.device import Graph, graph_on
 from curvlab.optim.guard import Change
 from curvlab.specs import check_number
 
-if TYPE_CHECKING:
-    from curvlab.optim.second_order import SecondOrder
-
 __all__ = ["Capture", "CapturedSteps", "check_capturable"]
 
 Work = Callable[[Tensor, Tensor], tuple[Tensor, list[Change], object]]
 """A batch to the loss, the changes that a step makes, and what has to live as long as a graph of it."""
+
+
+class _Stepped(Protocol):
+    """What is asked of the optimizer that takes the steps."""
+
+    alpha: float
+    spring: float
+    param_groups: list[dict[str, Any]]
+    _provider: object
+    _solver: object
+    _steps: int
 
 
 @dataclass(frozen=True)
@@ -90,7 +98,7 @@ class CapturedSteps:
     graph: _Replayed | None = None
     submitted: int = 0
 
-    def step(self, optimizer: SecondOrder, work: Work, usual: Work, inputs: Any, targets: Any) -> Tensor:
+    def step(self, optimizer: _Stepped, work: Work, usual: Work, inputs: Any, targets: Any) -> Tensor:
         """Take one step; `usual` takes the first, with every check that only a first step makes."""
         settings = _settings(optimizer)
         if self.shapes is None or settings != self.settings:
@@ -114,7 +122,7 @@ class CapturedSteps:
             self.read(optimizer)
         return loss
 
-    def read(self, optimizer: SecondOrder | None = None) -> None:
+    def read(self, optimizer: _Stepped | None = None) -> None:
         """Raise what was wrong in the steps since the last reading, with the number of the step."""
         if self.state is None or not self.submitted:
             return
@@ -132,7 +140,7 @@ class CapturedSteps:
             f"it again without capture for more about the cause"
         )
 
-    def _watched(self, optimizer: SecondOrder, work: Work, inputs: Tensor, targets: Tensor) -> Tensor:
+    def _watched(self, optimizer: _Stepped, work: Work, inputs: Tensor, targets: Tensor) -> Tensor:
         """The first of them, of which every operation is looked at."""
         pair = f"`{optimizer._provider}` with `{optimizer._solver}`"
         with _Calls(pair), _Operations(pair):
@@ -157,7 +165,7 @@ class CapturedSteps:
             )
 
 
-def _settings(optimizer: SecondOrder) -> object:
+def _settings(optimizer: _Stepped) -> object:
     """What is a number in the operations of a step: where it changes they have to be captured again."""
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     places = [p.data_ptr() for group in optimizer.param_groups for p in group["params"]]

@@ -13,19 +13,6 @@ import torch
 
 from tests.simdev import device
 
-FILES = (
-    "test_criteria.py",
-    "test_curvature.py",
-    "test_linalg_cg.py",
-    "test_linalg_factors.py",
-    "test_linalg_inverse.py",
-    "test_optim.py",
-    "test_providers_blocks.py",
-    "test_solvers_damping.py",
-    "test_solvers_dense.py",
-    "test_solvers_pairs.py",
-    "test_solvers_per_layer.py",
-)
 LEFT_OUT: dict[str, str] = {}
 """Tests by file and name, and why they are of the CPU."""
 
