@@ -30,7 +30,7 @@ class DataSheet:
     flops: float
     tf32: float | None
     bandwidth: float
-    memory: float
+    memory: int
     source: str
     launch: float = LAUNCH
     read: float = READ
@@ -42,7 +42,7 @@ DATA_SHEETS = {
         67e12,
         494.7e12,
         3.35e12,
-        80e9,
+        80 * 10**9,
         "NVIDIA H100 Tensor Core GPU data sheet (TF32 without sparsity: half of the 989 printed there)",
     ),
     "a100": DataSheet(
@@ -50,7 +50,7 @@ DATA_SHEETS = {
         19.5e12,
         156e12,
         2.039e12,
-        80e9,
+        80 * 10**9,
         "NVIDIA A100 Tensor Core GPU data sheet, nvidia-1758950",
     ),
     "4090": DataSheet(
@@ -58,7 +58,7 @@ DATA_SHEETS = {
         82.6e12,
         82.6e12,
         1.008e12,
-        24e9,
+        24 * 10**9,
         "NVIDIA Ada GPU architecture white paper, table of the RTX 4090 (TF32 without sparsity)",
     ),
     "mps": DataSheet(
@@ -66,7 +66,7 @@ DATA_SHEETS = {
         2.6e12,
         None,
         68.25e9,
-        8e9,
+        8 * 10**9,
         "Apple, announcement of M1, November 2020 (2.6 TFLOP/s); LPDDR4X-4266 of 128 bits (68.25 GB/s). "
         "Other chips of the family are faster",
     ),
@@ -78,6 +78,6 @@ def data_sheet(device: str) -> DataSheet | None:
     """The sheet of a device by name; None where there is none.
 
     >>> data_sheet("h100").memory, data_sheet("cpu")
-    (80000000000.0, None)
+    (80000000000, None)
     """
     return DATA_SHEETS.get(device.lower())

@@ -42,9 +42,13 @@ class _Stepped(Protocol):
     alpha: float
     spring: float
     param_groups: list[dict[str, Any]]
-    _provider: object
-    _solver: object
     _steps: int
+
+    @property
+    def _provider(self) -> object: ...
+
+    @property
+    def _solver(self) -> object: ...
 
 
 @dataclass(frozen=True)

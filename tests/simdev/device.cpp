@@ -471,7 +471,7 @@ class Launch {
     note(value.device());
     inputs_.push_back(value);
     Tensor alias = aliases_.of(value);
-    if (sim::capturing != nullptr) alias = sim::zeros_like(alias);
+    if (sim::capturing != nullptr) alias = sim::stand_in(alias);
     pairs_.emplace_back(value, alias);
     return alias;
   }

@@ -29,15 +29,16 @@ inline void refuse_while_capturing(const std::string& what) {
   TORCH_CHECK(capturing == nullptr, "sim: ", what, " is not permitted while a graph is captured");
 }
 
-// Zeros of the same sizes and strides: what a kernel is given that must not touch the device, to learn the
-// shapes of its results.
-inline at::Tensor zeros_like(const at::Tensor& host) {
+// Zeros, or ones in floating point, of the same sizes and strides: what a kernel is given that must not touch the
+// device, to learn the shapes of its results. Ones, because no inverse is refused for them.
+inline at::Tensor stand_in(const at::Tensor& host) {
   int64_t last = 0;
   for (int64_t d = 0; d < host.dim(); ++d) {
     if (host.size(d) == 0) return at::empty_strided(host.sizes(), host.strides(), host.options());
     last += (host.size(d) - 1) * host.stride(d);
   }
-  return at::zeros({last + 1}, host.options()).as_strided(host.sizes(), host.strides());
+  auto all = host.is_floating_point() ? at::ones({last + 1}, host.options()) : at::zeros({last + 1}, host.options());
+  return all.as_strided(host.sizes(), host.strides());
 }
 
 }  // namespace sim

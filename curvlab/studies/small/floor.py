@@ -43,7 +43,7 @@ class Rates:
     launch: float
     read: float
     source: str
-    memory: float | None = None
+    memory: int | None = None
     overlapping: bool = True
 
     def floor(self, asked: Operations) -> float:
