@@ -106,7 +106,7 @@ class CapturedSteps:
         """Take one step; `usual` takes the first, with every check that only a first step makes."""
         settings = _settings(optimizer)
         if self.shapes is None or settings != self.settings:
-            self.read()
+            self.read(optimizer)
             self.graph, self.settings = None, settings
         if self.shapes is None:
             _check_batch(inputs, targets)

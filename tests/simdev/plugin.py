@@ -14,6 +14,7 @@ import torch
 from tests.simdev import device
 
 IMPORTED = "its parameters hold tensors that are made when the file is imported, on the CPU"
+CACHE = "it is about the CPU's cache, for which only the CPU's matrices have a border"
 DRAWS = "so many draws take five seconds and more there"
 LEFT_OUT = {
     "test_criteria.py::test_derivatives_equal_torch_func_on_the_mean_loss": IMPORTED,
@@ -21,11 +22,10 @@ LEFT_OUT = {
     "test_criteria.py::test_weighted_mean_loss_is_torchs_mean_reduction": IMPORTED,
     "test_curvature.py::test_scipy_s_solvers_take_it": "scipy works on numpy's views of the host's memory",
     "test_curvature.py::test_what_says_it_is_positive_semi_definite_is": DRAWS,
-    "test_linalg_inverse.py::test_columns_of_a_whole_page_are_kept_apart_and_change_nothing": "it is about the "
-    "CPU's cache, for which only the CPU's matrices have a border",
+    "test_linalg_inverse.py::test_columns_of_a_whole_page_are_kept_apart_and_change_nothing": CACHE,
     "test_providers_blocks.py::test_mc_fisher_converges_to_exact_fisher": DRAWS,
-    "test_solvers_per_layer.py::test_units_are_shared_out_over_ranks_and_products_are_not": "its ranks talk by "
-    "gloo, with tensors of the CPU",
+    "test_solvers_per_layer.py::test_units_are_shared_out_over_ranks_and_products_are_not": "its ranks are "
+    "threads, each with a default device of its own, the CPU",
 }
 """Tests by file and name, and why they are of the CPU."""
 
