@@ -15,7 +15,7 @@ pytestmark = pytest.mark.device
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "pair", [("fisher", "kfi"), ("pch-1", "kfi"), ("pch-1", "ea-cg[tol=0]")], ids=" + ".join
+    "pair", [("fisher", "kfi"), ("pch-1", "kfi"), ("pch-1", "ea-cg[max_iter=5,tol=0]")], ids=" + ".join
 )
 def test_planned_launches_and_reads_are_those_of_the_device(sim: Sim, pair: tuple[str, str]) -> None:
     """Within a tenth: what decides by a value, and the checks of values, are other launches without them."""
