@@ -32,7 +32,7 @@ class Planned:
         provider, _, solver = pair.partition(" + ")
         if architecture != "cifar10-fcnn" and provider == "gauss-newton":
             provider = "gauss-newton[kind=rows]"
-        with fake_problem(NETWORKS[architecture]) as problem, operations(elsewhere=True) as self.found:
+        with fake_problem(NETWORKS[architecture]) as problem, operations(there=True) as self.found:
             Pair(provider, solver, 0.1).run(fresh(problem))
 
     @in_units("launches")

@@ -25,9 +25,8 @@ from torch import Tensor, nn
 from torch.func import grad
 from torch.nn import functional
 
-from curvlab.exceptions import ProblemError
+from curvlab.exceptions import ProblemError, unknown_name
 from curvlab.measure.device import readable
-from curvlab.specs import unknown
 
 __all__ = [
     "ELU",
@@ -507,7 +506,7 @@ def module_of(name: str) -> nn.Module:
     LeakyReLU(negative_slope=0.01)
     """
     if name not in NAMED:
-        raise unknown("activation", name, NAMED)
+        raise unknown_name("activation", name, NAMED)
     return NAMED[name]()
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from curvlab.analysis.figures import axes_for
 from curvlab.criteria.base import AllWeightsZeroError, LossTerms
 from curvlab.exceptions import ArgumentError, SpecError, describe_argument
-from curvlab.linalg.precision import full_precision
+from curvlab.linalg.execution import full_precision
 from curvlab.problem import Problem
 from curvlab.providers.estimate import estimate
 

@@ -26,7 +26,8 @@ from math import inf
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+
+from curvlab.linalg.execution import deferring, readable, without_reads
 
 __all__ = [
     "FINITE",
@@ -41,39 +42,15 @@ __all__ = [
     "deferred",
     "deferring",
     "explained",
-    "in_pieces",
-    "readable",
     "require",
     "would_read",
 ]
 
 
-def readable(tensor: Tensor) -> bool:
-    """Whether the values of `tensor` can be read: not so for meta and fake tensors.
-
-    >>> readable(torch.ones(2)), readable(torch.ones(2, device="meta"))
-    (True, False)
-    """
-    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
-
-
-def in_pieces(tensor: Tensor) -> bool:
-    """Whether work on `tensor` is cut into pieces that stay in a cache, and reads decide what is computed.
-
-    So it is on the CPU. Elsewhere every piece is a launch and every read a wait.
-
-    >>> in_pieces(torch.ones(2))
-    True
-    """
-    counted = _CENSUS.get()
-    return tensor.device.type in ("cpu", "meta") and not (counted is not None and counted.elsewhere)
-
-
 @dataclass
 class Census:
-    """How often a run on tensors without values would have read; `elsewhere`: were it on an accelerator."""
+    """How often a run on tensors without values would have read."""
 
-    elsewhere: bool
     reads: int = 0
     _waiting: int = 0
 
@@ -91,9 +68,9 @@ class Census:
 
 
 @contextmanager
-def census(elsewhere: bool = False) -> Iterator[Census]:
+def census() -> Iterator[Census]:
     """Count the reads that checks would make of tensors without values."""
-    own = Census(elsewhere)
+    own = Census()
     token = _CENSUS.set(own)
     try:
         yield own
@@ -216,14 +193,10 @@ def deferred() -> Iterator[Deferred]:
     own = Deferred()
     token = _DEFERRED.set(own)
     try:
-        yield own
+        with without_reads():
+            yield own
     finally:
         _DEFERRED.reset(token)
-
-
-def deferring() -> bool:
-    """Whether nothing may be read now: inside of `deferred()`."""
-    return _DEFERRED.get() is not None
 
 
 _CENSUS: ContextVar[Census | None] = ContextVar("census", default=None)

@@ -7,7 +7,7 @@ operands and of its results, as if no cache held any of them. Fake tensors serve
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from curvlab.linalg.execution import elsewhere
 from curvlab.linalg.pending import census
 from curvlab.measure.dispatch import ImplicitZeros
 from curvlab.measure.flops import of_operation
@@ -56,8 +57,8 @@ class Operations:
 
 
 @contextmanager
-def operations(elsewhere: bool = False) -> Iterator[Operations]:
-    """Count what runs inside; `elsewhere` as it would run on an accelerator, wherever its tensors are.
+def operations(there: bool = False) -> Iterator[Operations]:
+    """Count what runs inside; `there` as it would run on an accelerator, wherever its tensors are.
 
     >>> with operations() as found:
     ...     _ = (torch.ones(3, 4) @ torch.ones(4, 5)).T
@@ -65,7 +66,7 @@ def operations(elsewhere: bool = False) -> Iterator[Operations]:
     (['aten.ones', 'aten.ones', 'aten.mm'], 1, 120)
     """
     found = Operations()
-    with census(elsewhere) as reads, _Counting(found), ImplicitZeros():
+    with elsewhere() if there else nullcontext(), census() as reads, _Counting(found), ImplicitZeros():
         yield found
     found.reads += reads.reads
 

@@ -26,6 +26,7 @@ __all__ = ["png", "svg"]
 # Text stays text: it can be selected, read aloud and set in the page's own font.
 SETTINGS = {"svg.fonttype": "none", "svg.hashsalt": "curvlab"}
 REFERENCE = re.compile(r"^#([^#]+)$|url\(#([^)]+)\)")
+PAGE_VARIABLES = PAGE.variables()
 NO_METADATA = {"Creator": None, "Date": None, "Format": None, "Type": None}
 
 
@@ -65,7 +66,7 @@ def _in_page(value: str, name: str) -> str:
         if value.startswith("#") or "url(#" in value
         else value
     )
-    for variable, colour in PAGE.variables().items():
+    for variable, colour in PAGE_VARIABLES.items():
         value = value.replace(colour, f"var(--{variable})")
     return value
 

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from curvlab.report.numbers import digits, second_words
-from curvlab.report.words import count_words, join_names, sentence
+from curvlab.report.numbers import count_words, digits, join_names, second_words, sentence
 from curvlab.studies.compare.decisions import decide
 from curvlab.studies.train.columns import RATES, rate_words
 

@@ -29,9 +29,8 @@ from curvlab.linalg.eigen import eigvalsh
 from curvlab.linalg.factors import InputFactors, InputKind
 from curvlab.linalg.inverse import NotFiniteError, NotPositiveDefiniteError
 from curvlab.measure import device
-from curvlab.solvers.damping import Damping
-from curvlab.solvers.input_coordinates import form_gradient
-from curvlab.solvers.systems import FactoredSystem, LayerGradient, input_factors, output_factor
+from curvlab.solvers.input_coordinates import form_gradient, input_factors, output_factor
+from curvlab.solvers.systems import Damping, FactoredSystem, LayerGradient
 
 __all__ = ["TextbookInverse", "bias_operator", "weight_operator"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import curvlab
-from curvlab.measure import device as devices
+from curvlab.linalg.execution import host_costs
 from curvlab.studies.compare.resources import Pair, fresh
 from tests.simdev.cases import problem, seeded
 from tests.simdev.device import Sim
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.device
 )
 def test_planned_launches_and_reads_are_those_of_the_device(sim: Sim, pair: tuple[str, str]) -> None:
     """Within a tenth: what decides by a value, and the checks of values, are other launches without them."""
-    devices.host_costs.cache_clear()
+    host_costs.cache_clear()
     own = problem(seeded("chain"), "sim")
     provider, solver = pair
     planned = curvlab.plan(

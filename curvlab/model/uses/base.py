@@ -39,7 +39,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from curvlab.exceptions import ProblemError
-from curvlab.linalg.pending import deferring
+from curvlab.linalg.execution import deferring
 from curvlab.linalg.views import Layout
 from curvlab.measure import device
 

@@ -19,6 +19,7 @@ from statistics import median
 import torch
 from torch import nn
 
+from curvlab.linalg.execution import host_costs
 from curvlab.measure import device as devices
 from curvlab.measure.data_sheets import LAUNCH_SOURCE, data_sheet
 from curvlab.measure.operations import Operations, operations
@@ -113,7 +114,7 @@ def calibrate(device: str | torch.device = "cpu", pair: Pair | None = None) -> C
     bandwidth = 12 * STREAM / _seconds(lambda: torch.add(stream, stream), device)
     cost = host_cost(pair, device)
     on_cpu = device.type == "cpu"
-    read = 0.0 if on_cpu else devices.host_costs(device).read
+    read = 0.0 if on_cpu else host_costs(device).read
     rates = Rates(
         devices.describe(device), flops, bandwidth, cost, read, "calibrated here", overlapping=not on_cpu
     )
