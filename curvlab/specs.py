@@ -197,7 +197,7 @@ def build(
 
 def missing_fields(cls: type, values: Mapping[str, Any]) -> list[str]:
     """The fields of a dataclass that have no default and are not among `values`."""
-    return [f.name for f in _init_fields(cls) if _required(f) and f.name not in values]
+    return [f.name for f in _init_fields(cls) if _is_required(f) and f.name not in values]
 
 
 def check_choices(instance: object) -> None:
@@ -274,7 +274,7 @@ def canonical(name: str, instance: object) -> str:
 def describe(cls: type, preset: Mapping[str, Any] | None = None) -> tuple[FieldText, ...]:
     """List the fields of a dataclass as a help page shows them, in the order they are declared."""
     annotations = _annotations(cls)
-    defaults = {f.name: _default(f) for f in _init_fields(cls) if not _required(f)} | dict(preset or {})
+    defaults = {f.name: _default(f) for f in _init_fields(cls) if not _is_required(f)} | dict(preset or {})
     return tuple(
         FieldText(key, _takes(hint), _write(defaults[key], hint) if key in defaults else None)
         for key, hint in annotations.items()
@@ -311,7 +311,7 @@ def _read_annotations(cls: type) -> dict[str, Any]:
     return {f.name: hints[f.name] for f in _init_fields(cls)}
 
 
-def _required(field: dataclasses.Field[Any]) -> bool:
+def _is_required(field: dataclasses.Field[Any]) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 

@@ -17,7 +17,7 @@ from benchmarks import base, errors, launches, networks, plateau, providers, sol
 from curvlab.measure import device, stopwatch
 from curvlab.solvers import EACG
 
-MODULES = (errors, networks, providers, solvers, spectra, steps)
+MODULES = (errors, launches, networks, providers, solvers, spectra, steps)
 SUITES = [
     suite
     for module in MODULES
@@ -239,13 +239,3 @@ def test_a_plateau_trial_says_after_how_many_updates_the_running_loss_fell():
     assert found["running_loss"] < plateau.LEFT
     stuck = plateau.run(plateau.Trial("sgd[lr=1e-6]", 100, seed=0, limit=21, data="digits"), None)
     assert (stuck["left"], stuck["updates"]) == (None, 21)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("architecture", launches.NETWORKS)
-@pytest.mark.parametrize("pair", ["fisher + kfi"])
-def test_launches_are_counted_without_a_device(pair, architecture):
-    suite = launches.Planned()
-    suite.setup(pair, architecture)
-    assert 100 < suite.track_launches() < 1000
-    assert 0 < suite.track_reads() <= 6

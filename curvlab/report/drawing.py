@@ -129,13 +129,13 @@ def _attributes(element: Element, used: Collection[str]) -> dict[str, str]:
             value = re.sub(r"\s*font-family: [^;]*(?:;|$)", "", value)
             found[key] = re.sub(r"([;:])\s+", r"\1", value).strip()
         elif key == "d":
-            found[key] = re.sub(r"\s*([A-Za-z])\s*", r"\1", _rounded(value)).strip()
+            found[key] = re.sub(r"\s*([A-Za-z])\s*", r"\1", _round_numbers(value)).strip()
         elif key in ("x", "y", "width", "height", "transform", "points"):
-            found[key] = _rounded(value)
+            found[key] = _round_numbers(value)
     return found
 
 
-def _rounded(numbers: str) -> str:
+def _round_numbers(numbers: str) -> str:
     return re.sub(
         r"-?\d+\.\d+(?![\de])", lambda found: f"{float(found[0]):.2f}".rstrip("0").rstrip("."), numbers
     )

@@ -114,14 +114,14 @@ def mark_up(text: str, names: Sequence[str] = ()) -> Markup:
     for match in re.finditer(pattern, text):
         code = match[0].startswith("`") and match[0] not in whole
         template = Markup("<code>{}</code>" if code else '<span class="pair">{}</span>')
-        result += _spaced(text[end : match.start()]) + template.format(
+        result += _keep_units_with_numbers(text[end : match.start()]) + template.format(
             match[0].strip("`") if code else match[0]
         )
         end = match.end()
-    return result + _spaced(text[end:])
+    return result + _keep_units_with_numbers(text[end:])
 
 
-def _spaced(text: str) -> Markup:
+def _keep_units_with_numbers(text: str) -> Markup:
     return escape(re.sub(r"(?<=\d) (?=(%|×|[µm]?s|[kMGT]?B)(\W|$))", "\xa0", text))
 
 

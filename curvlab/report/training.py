@@ -270,7 +270,7 @@ def _race_run(name: str, group: pd.DataFrame) -> Run:
     losses = tuple(_loss(seed, "test_loss") for seed in seeds)
     within = tuple(float(seed["loss_in_time"].iloc[-1]) for seed in seeds)
     return Run(
-        **_named(name, group),
+        **_identity_of(name, group),
         epochs=float(group["epoch"].max()),
         seconds=float(np.median([_end(seed) for seed in seeds])),
         loss=float(np.median(losses)),
@@ -286,7 +286,7 @@ def _race_run(name: str, group: pd.DataFrame) -> Run:
 def _run(name: str, group: pd.DataFrame, budget: float) -> Run:
     within = group[(group["seconds"] <= budget) & (group["epoch"] > 0)]
     return Run(
-        **_named(name, group),
+        **_identity_of(name, group),
         epochs=float(group["epoch"].max()),
         seconds=_end(group),
         loss=_loss(group),
@@ -295,7 +295,7 @@ def _run(name: str, group: pd.DataFrame, budget: float) -> Run:
     )
 
 
-def _named(name: str, group: pd.DataFrame) -> dict[str, Any]:
+def _identity_of(name: str, group: pd.DataFrame) -> dict[str, Any]:
     rates = {one.name: float(group[one.name].iloc[0]) for one in RATES if one.name in group}
     return {
         "optimizer": name,

@@ -69,7 +69,7 @@ def average_table(means: pd.DataFrame, printed: pd.DataFrame, column: str, capti
             value = ours.loc[(provider, layer)]
             row.append(_with_deviation(float(value[column]), float(value[f"{column}_deviation"])))
             if provider in in_paper:
-                row.append(_printed(paper, provider, layer))
+                row.append(_entry_of_the_paper(paper, provider, layer))
         rows.append(tuple(row))
     return Table(caption, tuple(heads), tuple(numeric), tuple(rows), sortable=False)
 
@@ -81,7 +81,7 @@ def _with_deviation(mean: float, deviation: float) -> Entry:
     return Entry(digits(mean) + spread, mean)
 
 
-def _printed(paper: pd.Series, provider: str, layer: object) -> Entry:
+def _entry_of_the_paper(paper: pd.Series, provider: str, layer: object) -> Entry:
     if (provider, layer) not in paper.index:
         return Entry(MISSING)
     value = float(paper.loc[(provider, layer)])  # type: ignore[index]

@@ -36,7 +36,7 @@ def write_findings(output: str | Path, options: Options) -> Path:
     for name, experiment in experiments().items():
         if not known.get(name):
             continue
-        frames, provenance = _measured(experiment, output / name, options)
+        frames, provenance = _load_frames(experiment, output / name, options)
         results = [claim.judge(frames) for claim in known[name]]
         counts.update(result.verdict for result in results)
         sections.append(_section(experiment, frames, provenance, known[name], results))
@@ -53,7 +53,7 @@ def write_findings(output: str | Path, options: Options) -> Path:
     return write_pages(content, output, "findings")
 
 
-def _measured(experiment: Experiment, folder: Path, options: Options) -> tuple[Frames, Provenance]:
+def _load_frames(experiment: Experiment, folder: Path, options: Options) -> tuple[Frames, Provenance]:
     """The frames of an experiment, none where it has not run, and what they were measured on."""
     work = work_folder(folder)
     if not (work / "results.jsonl").exists():

@@ -371,7 +371,7 @@ def row_problem(row: Row) -> str:
     for name in sorted(whole):
         if type(row.get(name)) is not int or not _is_number(row[name]):
             return f"`{name}` is {_words(row.get(name))}, expected an integer"
-    return _wrong_number(row, _columns(row), _needed(row)) or _wrong_part(row)
+    return _wrong_number(row, _columns(row), _needed_columns(row)) or _wrong_part(row)
 
 
 def _columns(row: Row) -> Sequence[Column]:
@@ -382,7 +382,7 @@ def _columns(row: Row) -> Sequence[Column]:
     return {**own, "convergence": CONVERGENCE, "tuning": TRIAL}.get(row["kind"], ())
 
 
-def _needed(row: Row) -> Collection[str]:
+def _needed_columns(row: Row) -> Collection[str]:
     """The numbers that a row must have. What other programs did is not known of rows of earlier releases."""
     if row["kind"] == "cost" and row["status"] == "ok":
         return [f"{phase}_seconds" for phase in PHASES]
