@@ -18,7 +18,7 @@ pytestmark = pytest.mark.device
     "pair", [("fisher", "kfi"), ("pch-1", "kfi"), ("pch-1", "ea-cg[max_iter=5,tol=0]")], ids=" + ".join
 )
 def test_planned_launches_and_reads_are_those_of_the_device(sim: Sim, pair: tuple[str, str]) -> None:
-    """Within a tenth: what decides by a value, and the checks of values, are other launches without them."""
+    """Within 15 %: what decides by a value, and the checks of values, are other launches without them."""
     host_costs.cache_clear()
     own = problem(seeded("chain"), "sim")
     provider, solver = pair
@@ -30,5 +30,5 @@ def test_planned_launches_and_reads_are_those_of_the_device(sim: Sim, pair: tupl
     again = fresh(own)
     with sim.counted() as counting:
         work.run(again)
-    assert counting.counts.launches == pytest.approx(planned["launches"], rel=0.1)
+    assert counting.counts.launches == pytest.approx(planned["launches"], rel=0.15)
     assert abs(planned["reads"] - counting.counts.reads) <= 2
