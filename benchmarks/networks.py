@@ -31,7 +31,7 @@ ROWS = (
 )
 SOLVERS = ("kfi", "sm-kfi", "cg", "ea-cg", "exact")
 STEPS = 30
-LEARNING_RATE, ALPHA = 0.02, 0.1  # at which every pair that exists trains every network
+LEARNING_RATE, ALPHA = 0.02, 0.1  # at 0.1 ea-cg diverges on the convolutional networks
 PROBES = 4
 WHERE = {"architecture": ARCHITECTURES, "criterion": CRITERIA, "batch": (32,), "device": base.DEVICES}
 
