@@ -47,11 +47,12 @@ Row = dict[str, Any]
 
 NETWORKS = {
     "cnn": "cnn[widths=8-16-32]",
-    "residual": "resnet[widths=8-16-32,norm=group]",
+    "residual": "resnet[widths=8-16-32,norm=none]",
     "transformer": "vit-tiny[width=32,depth=2,heads=2,patch=8]",
     "paper-narrow": "3072-64-32-16-10",
+    "residual, GroupNorm": "resnet[widths=8-16-32,norm=group]",
 }
-BATCH, RATE, KRYLOV = 128, 0.003, 80
+BATCH, RATE, KRYLOV = 128, 0.003, 60
 ALPHAS = (0.1, 0.01)
 NODE, LAST = "pch[kind=rows,poseig=node{}]", "pch[kind=rows,poseig=last{}]"
 BIAS = {

@@ -29,7 +29,7 @@ from curvlab.measure import device
 from curvlab.model.forward import Forward, check_finite, run_forward
 from curvlab.model.layers import Chain, Layer
 from curvlab.model.network import Inputs, Network, tensors_of
-from curvlab.model.nodes import NodeInput, NonlinearNode, starting_at_nodes
+from curvlab.model.nodes import Cotangent, NodeInput, NonlinearNode, formed, starting_at_nodes
 from curvlab.model.own_curvature import FurtherNode, OwnCurvature, own_curvature
 from curvlab.model.uses import WeightUse
 from curvlab.model.watch import Listener, SeenUse, listener_of
@@ -342,7 +342,7 @@ class GraphRecording(Recording):
         return self.forward.watched.direct[str(layer.weight_name)]
 
     def backward(
-        self, cotangent: Tensor, hear: HearWeight, at_nodes: Mapping[NodeInput, Tensor] | None = None
+        self, cotangent: Tensor, hear: HearWeight, at_nodes: Mapping[NodeInput, Cotangent] | None = None
     ) -> dict[str, Tensor]:
         """One backward pass from a cotangent at the logits, in the shape of the model's own.
 
@@ -374,19 +374,29 @@ class GraphRecording(Recording):
             self.forward.logits, [self.forward.token], cotangent, retain_graph=True, allow_unused=True
         )
 
-    def node_curvatures(self) -> tuple[Tensor, ...]:
+    def node_curvatures(self, *, with_gradient: bool = False) -> tuple[Tensor, ...]:
         """M̄ of every non-linear node, the mean of its local Hessians over examples and positions.
 
-        It is (G, n) where they are diagonal and (G, n, n) where not, for G groups of n units.
+        It is (G, n) where they are diagonal and (G, n, n) where not, for G groups of n units. They are heard
+        in a backward pass of the gradient: `with_gradient`, in the very one that `mean_gradients` are of.
         """
+        if self._mean_curvatures:
+            return self._mean_curvatures[0]
         found: dict[NonlinearNode, Tensor] = {}
 
         def listen(node: NonlinearNode, gradient: Tensor) -> None:
             found[node] = node.mean_curvature(gradient, self.row_weights)
 
         nodes = self.forward.nodes
-        self._hear_nodes({node: partial(listen, node) for node in nodes})
-        return tuple(found[node] if node in found else node.no_curvature() for node in nodes)
+        self._hear_nodes({node: partial(listen, node) for node in nodes}, with_gradient)
+        means = tuple(found[node] if node in found else node.no_curvature() for node in nodes)
+        self._mean_curvatures.append(means)
+        return means
+
+    @cached_property
+    def _mean_curvatures(self) -> list[tuple[Tensor, ...]]:
+        """What `node_curvatures` has found, if it was asked for."""
+        return []
 
     def own_curvatures(self) -> tuple[OwnCurvature | None, ...]:
         """M_{i,n} of every example at every node, in factors; None where the loss does not depend on it."""
@@ -399,13 +409,20 @@ class GraphRecording(Recording):
         self._hear_nodes({node: partial(listen, node) for node in nodes})
         return tuple(found.get(node) for node in nodes)
 
-    def _hear_nodes(self, listeners: Mapping[NonlinearNode | FurtherNode, Callable[[Tensor], None]]) -> None:
+    def _hear_nodes(
+        self,
+        listeners: Mapping[NonlinearNode | FurtherNode, Callable[[Tensor], None]],
+        with_gradient: bool = False,
+    ) -> None:
         """One backward pass of the gradient, in which each listener is told ∂ξ_i/∂f at its node."""
         for node, listener in listeners.items():
             node.receive = torch.no_grad()(listener)
         try:
-            with torch.inference_mode(False), torch.enable_grad():
-                self._send_back(self.terms.gradient_cotangent())
+            if with_gradient and "_gradient_pass" not in vars(self):
+                _ = self._gradient_pass
+            else:
+                with torch.inference_mode(False), torch.enable_grad():
+                    self._send_back(self.terms.gradient_cotangent())
         finally:
             for node in listeners:
                 node.receive = None
@@ -480,7 +497,7 @@ class GraphRecording(Recording):
                 found[name] = stacked if name not in found else found[name] + stacked
 
     def _one_by_one(
-        self, cotangent: Tensor, at_nodes: Mapping[NodeInput, Tensor], found: dict[str, Tensor]
+        self, cotangent: Tensor, at_nodes: Mapping[NodeInput, Cotangent], found: dict[str, Tensor]
     ) -> None:
         """Parameters that were used in ways curvlab does not know: one backward pass for each example."""
         names = [name for name in self._plain if name in self.forward.watched.unknown]
@@ -491,7 +508,9 @@ class GraphRecording(Recording):
         for index in range(self.examples):
             alone = torch.zeros_like(cotangent)
             alone[index] = cotangent[index]
-            with starting_at_nodes({node: node.rows.only(value, index) for node, value in at_nodes.items()}):
+            with starting_at_nodes(
+                {node: node.rows.only(formed(value), index) for node, value in at_nodes.items()}
+            ):
                 gradients = torch.autograd.grad(
                     self.forward.logits, parameters, alone, retain_graph=True, allow_unused=True
                 )

@@ -54,7 +54,7 @@ from curvlab.optim.levenberg_marquardt import LevenbergMarquardt
 from curvlab.problem import Problem
 from curvlab.providers import estimate
 from curvlab.providers.base import Provider
-from curvlab.providers.estimate import Chosen, estimate_jointly
+from curvlab.providers.estimate import Chosen, estimate_jointly, gradient_for
 from curvlab.providers.registry import providers
 from curvlab.solvers import Solution, solve
 from curvlab.solvers.base import Solver
@@ -297,9 +297,11 @@ class SecondOrder(torch.optim.Optimizer):
             return loss, gradient, fresh and replace(fresh, notes=(*fresh.notes, NOTE))
         if self.process_group is None:
             with problem.trust_recording():
-                loss, gradient = problem.loss(), problem.gradient()
-                fresh = estimate(self._estimated(problem), problem) if estimating else None
-            return loss, gradient, fresh
+                loss = problem.loss()
+                if not estimating:
+                    return loss, problem.gradient(), None
+                provider = self._estimated(problem)
+                return loss, gradient_for(provider, problem), estimate(provider, problem)
         communicator = communicator_of(self.process_group)
         chosen = Chosen.jointly([self._provider] if estimating else [], problem, communicator)
         found = estimate_jointly(
