@@ -384,6 +384,12 @@ class Problem(FullPrecision):
         finally:
             self._trusted = before
 
+    def release_recording(self) -> None:
+        """Let go of a single batch's recording and its graph: what is asked for next runs the batch anew."""
+        held, self._recording = self._recording, None
+        if held is not None:
+            held[1].release()
+
     def examples(self) -> int:
         """Number of examples; a stream is counted in a pass of its own unless one has been made."""
         return self._source.examples()

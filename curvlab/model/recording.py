@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import torch
@@ -165,6 +165,10 @@ class Recording(FullPrecision, ABC):
     def layers(self) -> tuple[LayerRecord, ...]:
         """A record for each Linear layer that sees one row per example and has blocks."""
 
+    def release(self) -> None:
+        """Let go of what only further backward passes need; there can be none after it."""
+        return
+
 
 @dataclass(frozen=True, eq=False)
 class ChainRecording(Recording):
@@ -312,6 +316,10 @@ class GraphRecording(Recording):
         if self.forward.no_chain:
             return self.forward.no_chain
         return f"its loss has {self.terms.per_example} terms per example"
+
+    def release(self) -> None:
+        bare = replace(self.forward, logits=self.forward.logits.detach(), nodes=(), further=())
+        object.__setattr__(self, "forward", bare)
 
     @cached_property
     def _by_name(self) -> dict[str, Layer]:

@@ -227,6 +227,8 @@ class SecondOrder(torch.optim.Optimizer):
             with collected() if together else nullcontext() as checks:
                 loss, gradient, fresh = self._observe(problem, estimating, statistics)
                 curvature, keep = self._curvature(problem, fresh)
+                if not curvature.live and not curvature.matrix_free:
+                    problem.release_recording()  # the solve needs none of the graph's memory
                 clipping = self._clipping(gradient)
                 right: Mapping[str, Tensor] = gradient
                 if self.spring:
