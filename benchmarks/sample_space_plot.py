@@ -5,8 +5,8 @@
 For the first layer of the paper's networks, n_{t-1} inputs and 1024 outputs, the cost of one solve and its
 update is counted on tensors without values, so that any width fits in memory: floating-point operations
 of the linear algebra, and the bytes that every operation reads and writes, in the unit of the solvers' cost
-model (`curvlab.solvers.cost_model`). One panel each for the width, the batch and the iterations; the others
-stay at n_{t-1} = 3072, m = 100, 20 iterations.
+model (`curvlab.solvers.input_coordinates`). One panel each for the width, the batch and the iterations; the
+others stay at n_{t-1} = 3072, m = 100, 20 iterations.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 import curvlab
 from curvlab.measure.flops import count
-from curvlab.solvers.cost_model import FLOPS_PER_BYTE
+from curvlab.solvers.input_coordinates import FLOPS_PER_BYTE
 
 OUTPUTS = 1024
 SWEEPS = {

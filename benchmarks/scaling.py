@@ -59,7 +59,7 @@ def print_layers(name: str) -> None:
 
 def print_model(name: str) -> None:
     """What a ring brings into each rank, for N ranks and 100 rows on each."""
-    print(f"\n{name}: MB that a ring brings into each rank a step, 100 rows on each rank\n")
+    print(f"\n{name}: MB that a ring brings into each rank per step, 100 rows on each rank\n")
     print("| ranks | M | PCH | DDP | ratio |\n| ---: | ---: | ---: | ---: | ---: |")
     for ranks in RANKS:
         found = layers(name, 100 * ranks)

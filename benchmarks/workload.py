@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from curvlab import Curvature, Gradient, Problem
 from curvlab.architectures import architecture
 from curvlab.curvature_layers import KroneckerLayer
-from curvlab.gradient import RowGradient
 from curvlab.linalg import Factor, GramFactor
 from curvlab.linalg.factors import InputFactors
+from curvlab.linalg.steps import RowGradient
 from curvlab.measure import device as devices
 from curvlab.optim import SecondOrder
 from curvlab.studies.setup import Setup

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from curvlab.analysis.spectrum import Spectrum, spectrum
     from curvlab.batches import keep_batches
     from curvlab.curvature import Curvature, Definiteness, LayerCurvature, StaleWarning
-    from curvlab.gradient import Gradient
     from curvlab.linalg.estimators import Estimate
+    from curvlab.linalg.steps import Gradient
     from curvlab.problem import Problem
     from curvlab.providers.estimate import estimate
     from curvlab.report.comparison import compare, load_comparison
@@ -82,7 +82,7 @@ _MODULES = {
     "Definiteness": "curvlab.curvature",
     "Density": "curvlab.analysis.density",
     "Estimate": "curvlab.linalg.estimators",
-    "Gradient": "curvlab.gradient",
+    "Gradient": "curvlab.linalg.steps",
     "Landscape": "curvlab.analysis.landscape",
     "LayerCurvature": "curvlab.curvature",
     "Mixed": "curvlab.solvers",

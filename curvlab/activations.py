@@ -25,9 +25,8 @@ from torch import Tensor, nn
 from torch.func import grad
 from torch.nn import functional
 
-from curvlab.exceptions import ProblemError
+from curvlab.exceptions import ProblemError, unknown_name
 from curvlab.measure.device import readable
-from curvlab.specs import unknown
 
 __all__ = [
     "ELU",
@@ -507,7 +506,7 @@ def module_of(name: str) -> nn.Module:
     LeakyReLU(negative_slope=0.01)
     """
     if name not in NAMED:
-        raise unknown("activation", name, NAMED)
+        raise unknown_name("activation", name, NAMED)
     return NAMED[name]()
 
 
@@ -586,7 +585,7 @@ NAMED: dict[str, Callable[[], nn.Module]] = {
 NAMES = tuple(NAMED)
 
 
-def _fixed(activation: Activation) -> Callable[..., Activation]:
+def _always(activation: Activation) -> Callable[..., Activation]:
     def factory(inplace: bool = False) -> Activation:
         return activation
 
@@ -607,14 +606,14 @@ def _from_settings(module_type: Callable[..., nn.Module]) -> Callable[..., Activ
 # A function as a traced model calls it (a tensor method by its name) to the activation that the arguments
 # after the first one give: FUNCTIONS[functional.elu](alpha=2.0) is ELU(2.0).
 FUNCTIONS: dict[Callable[..., Any] | str, Callable[..., Activation]] = {
-    **dict.fromkeys((torch.relu, torch.relu_, functional.relu, "relu", "relu_"), _fixed(ReLU())),
+    **dict.fromkeys((torch.relu, torch.relu_, functional.relu, "relu", "relu_"), _always(ReLU())),
     **dict.fromkeys(
         (torch.sigmoid, torch.sigmoid_, torch.special.expit, functional.sigmoid, "sigmoid", "sigmoid_"),
-        _fixed(Sigmoid()),
+        _always(Sigmoid()),
     ),
-    **dict.fromkeys((torch.tanh, torch.tanh_, functional.tanh, "tanh", "tanh_"), _fixed(Tanh())),
-    functional.silu: _fixed(SiLU()),
-    functional.relu6: _fixed(Hardtanh(0.0, 6.0)),
+    **dict.fromkeys((torch.tanh, torch.tanh_, functional.tanh, "tanh", "tanh_"), _always(Tanh())),
+    functional.silu: _always(SiLU()),
+    functional.relu6: _always(Hardtanh(0.0, 6.0)),
     functional.softplus: _from_settings(nn.Softplus),
     functional.gelu: _gelu,
     functional.elu: _from_settings(nn.ELU),
@@ -624,6 +623,6 @@ FUNCTIONS: dict[Callable[..., Any] | str, Callable[..., Activation]] = {
     functional.selu: _from_settings(nn.SELU),
     functional.softsign: _from_settings(nn.Softsign),
     functional.logsigmoid: _from_settings(nn.LogSigmoid),
-    functional.mish: _fixed(Mish()),
-    functional.hardsigmoid: _fixed(Hardsigmoid()),
+    functional.mish: _always(Mish()),
+    functional.hardsigmoid: _always(Hardsigmoid()),
 }

@@ -36,7 +36,7 @@ from curvlab.exceptions import (
     named_briefly,
     stacklevel_of_caller,
 )
-from curvlab.layer_algebra import add_layers, scale_layer, select_layer
+from curvlab.layer_algebra import add_layers, scale_layer, select_layer, select_named, sum_named
 from curvlab.linalg import (
     Block,
     DiagonalFactor,
@@ -49,9 +49,9 @@ from curvlab.linalg import (
 from curvlab.linalg.blocks import DENSE_BYTES, check_dense_bytes
 from curvlab.linalg.eigenbases import DENSE_OPERATOR_UP_TO, Eigenbasis
 from curvlab.linalg.estimators import Estimate, Estimator, estimate_trace
+from curvlab.linalg.execution import FullPrecision
 from curvlab.linalg.factors import frobenius_norm
-from curvlab.linalg.flat import flatten, unflatten
-from curvlab.linalg.precision import FullPrecision
+from curvlab.linalg.flat import NamedProduct, WholeProduct, flatten, flatten_rows, unflatten, unflatten_rows
 from curvlab.matrix_functions import (
     LOGDET_STEPS,
     Damping,
@@ -124,7 +124,7 @@ class Curvature(FullPrecision):
     definiteness: Definiteness
     exact: bool = False
     notes: tuple[str, ...] = ()
-    full_product: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] | None = field(default=None, repr=False)
+    full_product: NamedProduct | None = field(default=None, repr=False)
     versions: Versions | None = field(default=None, repr=False)
     live: bool = False
     shift: float = 0.0
@@ -239,6 +239,11 @@ class Curvature(FullPrecision):
 
     def rows_product(self, rows: Tensor) -> Tensor:
         """C x for each row x, (r, n): several in one batched pass where the curvature's products allow it."""
+        if isinstance(self.full_product, WholeProduct):
+            # The operator itself checks that it is fresh, once for each product.
+            shapes = {name: block.shape for name, block in self._blocks.items()}
+            images = flatten_rows(self.full_product.several(unflatten_rows(rows, shapes)), list(shapes))
+            return images if self.shift == 0 else images.add_(rows, alpha=self.shift)
         if self.products_at_once > 1 and len(rows) > 1:
             batched = self._batched_product
             # What torch cannot batch is done by the loop below, which also raises errors of any other reason.
@@ -377,9 +382,7 @@ class Curvature(FullPrecision):
         return draw_samples(self.matrix, n, damping, seed)
 
     def _data_product(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The product without the shift."""
-        if self.full_product is not None:
-            return self.full_product(vectors)
+        """The product of blocks, without the shift."""
         return {name: b @ vectors[name] for layer in self.layers for name, b in layer.blocks.items()}
 
     def __add__(self, other: Curvature) -> Curvature:
@@ -397,10 +400,10 @@ class Curvature(FullPrecision):
         blocks = {name: block for layer in other.layers for name, block in layer.blocks.items()}
         coupled = self.full_product is not None or other.full_product is not None
 
-        def product(vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            left, right = self._data_product(vectors), other._data_product(vectors)
-            return {name: value + right[name] for name, value in left.items()}
+        def sum_of(products: Sequence[NamedProduct]) -> NamedProduct:
+            return lambda vectors: sum_named(*(product(vectors) for product in products))
 
+        terms = [one.full_product or one._data_product for one in (self, other)]
         noted = {id(one): one for one in (self.versions, other.versions) if one is not None}
         return Curvature(
             f"{self.provider} + {other.provider}",
@@ -409,7 +412,7 @@ class Curvature(FullPrecision):
             Definiteness(self.psd and other.psd, f"a sum of {self.definiteness} and {other.definiteness}"),
             exact=self.exact and other.exact,
             notes=(*self.notes, *other.notes),
-            full_product=product if coupled else None,
+            full_product=WholeProduct.made_of(terms, sum_of) if coupled else None,
             versions=sum(noted.values(), start=Versions(())) if noted else None,
             live=self.live or other.live,
             shift=self.shift + other.shift,
@@ -426,9 +429,8 @@ class Curvature(FullPrecision):
             )
         scale, product = float(scale), self.full_product
 
-        def scaled(vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            assert product is not None
-            return {name: scale * value for name, value in product(vectors).items()}
+        def scaled(products: Sequence[NamedProduct]) -> NamedProduct:
+            return lambda vectors: {name: scale * value for name, value in products[0](vectors).items()}
 
         sign = self.definiteness if scale >= 0 else Definiteness(False, "a negative multiple")
         return replace(
@@ -436,7 +438,7 @@ class Curvature(FullPrecision):
             provider=f"{scale:g} × {self.provider}",
             layers=tuple(scale_layer(layer, scale) for layer in self.layers),
             definiteness=sign,
-            full_product=None if product is None else scaled,
+            full_product=None if product is None else WholeProduct.made_of([product], scaled),
             shift=scale * self.shift,
         )
 
@@ -463,18 +465,15 @@ class Curvature(FullPrecision):
             raise ArgumentError(f"select: got {given}; expected a list of names among {list(known)}")
         chosen = {parameter for name in names for parameter in known[name]}
         layers = [select_layer(layer, chosen) for layer in self.layers]
-        product, others = self.full_product, {n: b for n, b in self._blocks.items() if n not in chosen}
+        product, blocks = self.full_product, self._blocks
 
-        def selected(vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            assert product is not None
-            zeros = {name: block.example.new_zeros(block.shape) for name, block in others.items()}
-            images = product({**{name: vectors[name] for name in chosen}, **zeros})
-            return {name: image for name, image in images.items() if name in chosen}
+        def selected(products: Sequence[NamedProduct]) -> NamedProduct:
+            return lambda vectors: select_named(products[0], blocks, chosen, vectors)
 
         return replace(
             self,
             layers=tuple(layer for layer in layers if layer is not None),
-            full_product=None if product is None else selected,
+            full_product=None if product is None else WholeProduct.made_of([product], selected),
         )
 
     def to(self, *args: torch.device | torch.dtype | str, **kwargs: object) -> Curvature:

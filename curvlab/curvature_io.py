@@ -86,10 +86,10 @@ def save_packed(packed: Packed, path: str | PathLike[str]) -> None:
     """Write a packed curvature to `path`; where that fails, what was there before stays."""
     header = json.dumps({"format": FORMAT, **packed.header})
     with replaced(fspath(_checked_path(path))) as temporary:
-        save_file(_unshared(packed.tensors), temporary, metadata={"curvlab": header})
+        save_file(_copy_shared(packed.tensors), temporary, metadata={"curvlab": header})
 
 
-def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _copy_shared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Contiguous tensors, no two of them on one storage, as safetensors wants them."""
     seen: set[int] = set()
     result = {}

@@ -7,8 +7,9 @@ derives from the built-in that fits, so ordinary `except ValueError` works too.
 
 from __future__ import annotations
 
+import difflib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 __all__ = [
     "ArgumentError",
@@ -37,6 +38,7 @@ __all__ = [
     "describe_argument",
     "named_briefly",
     "stacklevel_of_caller",
+    "unknown_name",
 ]
 
 
@@ -161,3 +163,46 @@ def stacklevel_of_caller() -> int:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("curvlab."):
         frame, level = frame.f_back, level + 1
     return level
+
+
+_KFAC = "KFAC is the provider `fisher[kind=mc]` (or `fisher`) with the solver `kfi` here."
+_GGN = "The Gauss-Newton matrix is `gauss-newton[kind=exact]` here."
+_BASELINE = "It is an optimizer, no curvature: train it beside the pairs with --epochs N --baseline "
+USUAL_NAMES = {
+    "kfac": _KFAC,
+    "k-fac": _KFAC,
+    "ekfac": "EKFAC is the provider `fisher[structure=ekfac]` where that structure exists.",
+    "ggn": _GGN,
+    "gauss-newton-exact": _GGN,
+    "kfra": "KFRA is the provider `gauss-newton` (kind=recursive) here.",
+    "kflr": "KFLR is the provider `gauss-newton[kind=rows]` here.",
+    "empirical-fisher": "The empirical Fisher is the provider `fisher` (kind=empirical, its default) here.",
+    "ef": "The empirical Fisher is the provider `fisher` (kind=empirical, its default) here.",
+    "fim": "The Fisher matrix is the provider `fisher[kind=exact]` here.",
+    "natural-gradient": "That is the provider `fisher[kind=exact]` with any solver here.",
+    "newton": "Newton's step is the provider `hessian` with the solver `cg`; it is a control of `compare`.",
+    "identity": "The gradient step is a control that every comparison measures: it needs no name.",
+    **{name: f"{_BASELINE}{name}." for name in ("adam", "adamw", "sgd", "lbfgs", "muon", "shampoo", "soap")},
+}
+"""What other names of the field are called here."""
+
+
+def unknown_name(kind: str, given: str, known: Iterable[str]) -> SpecError:
+    """Word the error for a name that is not known: lists the known ones and the nearest match.
+
+    >>> print(unknown_name("provider", "phc-1", ["fisher", "pch-1"]))
+    `phc-1` is not a provider; known: `fisher`, `pch-1`. Did you mean `pch-1`?
+    >>> print(unknown_name("provider", "ggn", ["fisher"]))
+    `ggn` is not a provider; known: `fisher`. The Gauss-Newton matrix is `gauss-newton[kind=exact]` here.
+    """
+    known = sorted(known)
+    near = difflib.get_close_matches(given, known, n=1)
+    article = "an" if kind[0] in "aeiou" else "a"
+    hint = f" Did you mean `{near[0]}`?" if near else ""
+    if kind in ("provider", "solver"):
+        hint = f" {USUAL_NAMES[usual]}" if (usual := given.lower().replace("_", "-")) in USUAL_NAMES else hint
+    return SpecError(f"`{given}` is not {article} {kind}; known: {_listing(known) or 'none'}.{hint}")
+
+
+def _listing(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import singledispatch
 
 import torch
+from torch import Tensor
 
 from curvlab.curvature_layers import (
     KroneckerLayer,
@@ -34,8 +35,9 @@ from curvlab.linalg import (
     ScaledBlock,
     SumBlock,
 )
+from curvlab.linalg.flat import NamedProduct
 
-__all__ = ["add_layers", "scale_factor", "scale_layer", "select_layer"]
+__all__ = ["add_layers", "scale_factor", "scale_layer", "select_layer", "select_named", "sum_named"]
 
 
 def scale_factor(factor: Factor, scale: float) -> Factor:
@@ -203,3 +205,24 @@ def _add_factors(left: Factor, right: Factor) -> Factor:
         if rows.shape[0] < rows.shape[1]:
             return GramFactor(rows, torch.cat([left.root, right.root]))
     return DenseFactor(left.to_dense() + right.to_dense())
+
+
+def sum_named(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The sum of named tensors."""
+    return {name: value + second[name] for name, value in first.items()}
+
+
+def select_named(
+    product: NamedProduct,
+    blocks: Mapping[str, Block],
+    chosen: Collection[str],
+    vectors: Mapping[str, Tensor],
+) -> dict[str, Tensor]:
+    """The product that the sub-matrix of the chosen blocks has: with zeros in all others."""
+    like = vectors[next(iter(chosen))]
+    several = like.shape[: like.ndim - len(blocks[next(iter(chosen))].shape)]
+    whole = {
+        name: vectors[name] if name in chosen else like.new_zeros(*several, *block.shape)
+        for name, block in blocks.items()
+    }
+    return {name: image for name, image in product(whole).items() if name in chosen}

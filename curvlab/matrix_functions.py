@@ -32,10 +32,10 @@ from curvlab.linalg.estimators import (
     mean_with_error,
     random_signs,
 )
+from curvlab.linalg.execution import FullPrecision
 from curvlab.linalg.flat import flatten, unflatten
 from curvlab.linalg.inverse import NotPositiveDefiniteError
 from curvlab.linalg.krylov import eigenpairs, function_times, lanczos, quadrature
-from curvlab.linalg.precision import FullPrecision
 
 __all__ = [
     "Damping",

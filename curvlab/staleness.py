@@ -5,7 +5,7 @@ storage has another address. A write through `tensor.data` or a numpy view is no
 entries of every tensor (`SAMPLED`, evenly spread) are compared on the CPU, so a write that leaves all of
 these as they were is not seen, nor one on an accelerator, where looking would take a read back to the host.
 What a model is beside its tensors (modules, modes, hooks, settings, what is frozen) is compared as well,
-where whoever notes the versions gives it.
+where whoever notes the versions gives a watch of it (`watch_settings`).
 
 `Fingerprint` watches a stream of batches; it is the same however the examples are ordered or batched. Each
 example is hashed by itself, with its target, and the hashes are summed in wrapping 64-bit integers:
@@ -18,24 +18,34 @@ changed places, as a random flip or crop does to an image.
 
 from __future__ import annotations
 
+import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from curvlab.exceptions import StaleError
 from curvlab.measure import device
 
 __all__ = [
     "Fingerprint",
+    "SettingsWatch",
     "Stamp",
     "Versions",
     "change_message",
     "example_hashes",
+    "hooks_of",
+    "identities",
     "logical_shift",
     "mix",
+    "own_hook",
+    "settings_without_modes",
+    "structure_key",
+    "watch_settings",
 ]
 
 NAMES_SHOWN = 4
@@ -61,7 +71,7 @@ class Stamp:
     def of(cls, tensor: Tensor) -> Stamp:
         """The present version; inference tensors have none, fake ones no address."""
         version = -1 if tensor.is_inference() else tensor._version
-        return cls(version, tensor.data_ptr() if device.readable(tensor) else 0)
+        return cls(version, tensor.data_ptr() if _has_memory(tensor) else 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,6 +158,12 @@ class Versions:
 
 
 SAMPLED = 16
+_OWN_MEMORY = frozenset({Tensor, nn.Parameter})
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """The same as `device.readable`, which is asked only of the kinds of tensors that may have none."""
+    return not tensor.is_meta if type(tensor) in _OWN_MEMORY else device.readable(tensor)
 
 
 def _sample(tensors: Sequence[Tensor]) -> tuple[bytes, ...] | None:
@@ -158,7 +174,7 @@ def _sample(tensors: Sequence[Tensor]) -> tuple[bytes, ...] | None:
     """
     pieces = []
     for tensor in tensors:
-        if tensor.device.type != "cpu" or not device.readable(tensor) or tensor.layout is not torch.strided:
+        if tensor.device.type != "cpu" or not _has_memory(tensor) or tensor.layout is not torch.strided:
             return None
         plain = tensor.detach().resolve_conj().resolve_neg()
         plain = torch.view_as_real(plain) if plain.is_complex() else plain
@@ -179,6 +195,123 @@ def change_message(changed: Sequence[str], since: str, consequence: str, *, in_p
     """
     names = ", ".join(changed[:NAMES_SHOWN]) + (" and others" if len(changed) > NAMES_SHOWN else "")
     return f"{names} changed{' in place' if in_place else ''} since {since}, {consequence}"
+
+
+def watch_settings(model: nn.Module) -> SettingsWatch:
+    """Gives what a forward may read of a model beside tensors when called: modes, hooks and settings.
+
+    Numbers, texts and the identities of functions are in it, so that a changed slope, stride, flag or
+    forward is seen, under the module's name; what a module keeps in lists or objects of its own is not
+    looked into. The model is not kept alive: None once it is gone.
+    """
+    held = weakref.ref(model)
+
+    def settings() -> Settings | None:
+        still = held()
+        return None if still is None else model_settings(still)
+
+    return settings
+
+
+def model_settings(model: nn.Module) -> dict[str, Hashable]:
+    """What a model is beside the values of its tensors, by the names that messages have for it."""
+    settings: dict[str, Hashable] = {
+        name: (id(p), p.dtype, p.device, p.requires_grad) for name, p in model.named_parameters()
+    }
+    for name, module in model.named_modules():
+        own = list(module.__dict__.items())
+        found = (id(module), *[key for key, _ in own], *[_setting(value) for _, value in own])
+        settings[f"module `{name}`" if name else "the model"] = found
+    settings["global hooks of modules"] = _hook_keys(_global_hooks())
+    return settings
+
+
+def structure_key(model: nn.Module) -> Hashable:
+    """Modules, modes, hooks and the kinds of parameters: what a recorded forward depends on."""
+    modules = [(id(module), module.training, _hook_keys(hooks_of(module))) for module in model.modules()]
+    kinds = [(id(p), p.dtype, p.device, p.requires_grad) for p in model.parameters()]
+    return tuple(modules), tuple(kinds), _hook_keys(_global_hooks())
+
+
+def own_hook(function: Callable[..., None]) -> Callable[..., None]:
+    """A hook of curvlab's own, which listens to the forwards of the thread that made it, and changes nothing.
+
+    Other threads that use the model at the same time do not hear of it, nor take it for a change of the
+    model.
+    """
+    thread = threading.get_ident()
+
+    def hook(*args: Any) -> None:
+        if threading.get_ident() == thread:
+            function(*args)
+
+    hook.curvlab_own = True  # type: ignore[attr-defined]
+    return hook
+
+
+def _hook_keys(tables: Sequence[Mapping[int, object]]) -> Hashable:
+    # Copied at once, as other threads may add hooks meanwhile.
+    return tuple(
+        [tuple([key for key, hook in list(t.items()) if not _own(hook)]) if t else () for t in tables]
+    )
+
+
+def _own(hook: object) -> bool:
+    return hasattr(hook, "curvlab_own")
+
+
+def identities(model: nn.Module) -> tuple[tuple[str, int], ...]:
+    """The modules and the parameters with their identities; a frozen parameter counts as another one."""
+    modules = tuple((name, id(module)) for name, module in model.named_modules(remove_duplicate=False))
+    parameters = tuple(
+        (name, id(p) if p.requires_grad else -id(p))
+        for name, p in model.named_parameters(remove_duplicate=False)
+    )
+    return modules + parameters
+
+
+# Read at every step, thousands of times in a large model: no isinstance, and no text is made of numbers.
+_PLAIN = frozenset({int, float, str, bool, complex, type(None), torch.Size})
+_TABLES = frozenset({dict, OrderedDict})
+
+
+def settings_without_modes(model: nn.Module) -> Hashable:
+    """What a copy of the model cannot follow: the attributes of all modules but their modes."""
+    tables = (module.__dict__.items() for module in model.modules())
+    return tuple((key, _setting(value)) for table in tables for key, value in table if key != "training")
+
+
+def _setting(value: object) -> Hashable:
+    """A setting by its value where it is simple, by its identity where it is a function, else by its type."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return kind, value
+    if kind in _TABLES:
+        # Copied at once, as other threads may add hooks meanwhile.
+        return tuple([(key, id(x)) for key, x in list(value.items()) if not _own(x)]) if value else ()  # type: ignore[attr-defined]
+    if kind is tuple:
+        return repr(value)
+    return id(value) if callable(value) else kind.__qualname__
+
+
+def hooks_of(module: nn.Module) -> tuple[Mapping[int, object], ...]:
+    """The hooks of a module, forward and backward."""
+    return (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+
+
+def _global_hooks() -> tuple[Mapping[int, object], ...]:
+    shared = torch.nn.modules.module
+    return (
+        shared._global_forward_hooks,
+        shared._global_forward_pre_hooks,
+        shared._global_backward_hooks,
+        shared._global_backward_pre_hooks,
+    )
 
 
 KEYED_ENTRIES = 512

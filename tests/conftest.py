@@ -59,15 +59,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 @pytest.fixture
 def plain_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages without figures, whose drawing takes most of a small study's time: for tests of anything else."""
-    from curvlab.report import write
+    from curvlab.report import pages
 
-    whole = write.write_pages
+    whole = pages.write_pages
 
     def without_figures(content: Content, folder: str | Path, name: str = "report") -> Path:
         sections = tuple(replace(section, drawings=()) for section in content.sections)
         return whole(replace(content, sections=sections), folder, name)
 
-    monkeypatch.setattr(write, "write_pages", without_figures)
+    monkeypatch.setattr(pages, "write_pages", without_figures)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

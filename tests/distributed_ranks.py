@@ -22,11 +22,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import curvlab
+from curvlab import Additive
+from curvlab import curvature as curvature_module
 from curvlab.distributed import shard
 from curvlab.distributed import solve as sharing
 from curvlab.distributed.agreement import InitialWeightsWarning
 from curvlab.distributed.communicator import ProcessGroupCommunicator, communicator_of
 from curvlab.exceptions import CurvlabError
+from curvlab.linalg.flat import flatten
 from curvlab.optim import SecondOrder
 from curvlab.providers.estimate import Chosen, estimate_jointly
 
@@ -266,6 +269,49 @@ def refusals(group: Any) -> Results:
     return found
 
 
+ANALYSED: dict[str, Callable[[], nn.Module]] = {"chain": chain, "residual": Residual}
+
+
+def analysed(problem: curvlab.Problem, group: Any = None) -> Results:
+    """What the analysis says of a whole Hessian and of a Fisher, by products however small they are."""
+    joined = {} if group is None else {"process_group": group}
+    hessian, fisher = curvlab.estimate(["hessian[full=true]", "fisher"], problem, **joined)
+    mixed, damping = hessian + fisher, Additive(2.0)
+    found: Results = {}
+    held, curvature_module.DENSE_OPERATOR_UP_TO = curvature_module.DENSE_OPERATOR_UP_TO, 0
+    try:
+        for name, one in {"hessian": hessian, "fisher": fisher, "sum": mixed}.items():
+            found[f"{name} spectrum"] = curvlab.spectrum(one, k=5).eigenvalues
+            density = curvlab.density(one, probes=3, steps=9)
+            found[f"{name} outliers"] = density.outliers
+            found[f"{name} moments"] = torch.stack([density.weights @ density.nodes**p for p in (1, 2)])
+            for measure in ("trace", "frobenius_norm"):
+                estimate = getattr(one, measure)(probes=12, estimator="hutch++")
+                found[f"{name} {measure}"] = torch.tensor([float(estimate), estimate.standard_error])
+            found[f"{name} diagonal"] = flatten(one.diagonal(probes=12).value, list(one.blocks))
+            found[f"{name} logdet"] = torch.tensor(float(one.logdet(damping=damping, probes=6, steps=20)))
+            found[f"{name} sample"] = flatten(one.sample(2, damping=damping), list(one.blocks))
+        similarity = curvlab.similarity(hessian, fisher, k=3)
+        found["similarity"] = torch.tensor(
+            [float(similarity.distance), float(similarity.cosine), similarity.overlap]
+        )
+    finally:
+        curvature_module.DENSE_OPERATOR_UP_TO = held
+    return found
+
+
+def analysis(group: Any) -> Results:
+    """The analysis of a chain, of a network that is none and of streams."""
+    rows = cut("uneven", group.rank())
+    inputs, targets = (part[rows] for part in batch())
+    batches = list(zip(inputs.split(3), targets.split(3), strict=True))
+    found: Results = {}
+    for name, model in ANALYSED.items():
+        found[name] = analysed(curvlab.Problem(model(), "cross-entropy", inputs, targets), group)
+        found[f"{name}, streamed"] = analysed(curvlab.Problem(model(), "cross-entropy", batches), group)
+    return found
+
+
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "plain": {"provider": "pch-1", "solver": "ea-cg[max_iter=10]"},
     "kfi": {"provider": "fisher", "solver": "kfi", "momentum": 0.5, "max_grad_norm": 0.5, "ema": 0.8},
@@ -297,6 +343,7 @@ JOBS: tuple[Callable[[Any], Results], ...] = (
     graphs_and_streams,
     traffic,
     refusals,
+    analysis,
     training,
 )
 

@@ -7,6 +7,7 @@ error over rms standard error between 0.75 and 1.35, with 12 probes (Hutch++: 18
 from __future__ import annotations
 
 from functools import cache
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 import curvlab
 from curvlab import Additive
+from curvlab.analysis import similarity as similarity_module
 from curvlab.curvature import Curvature
 from tests.cases import Case
 
@@ -35,6 +37,20 @@ class Residual(nn.Module):
         return self.head(h + self.inner(h).tanh())
 
 
+class Attention(nn.Module):
+    """Self-attention over four tokens of two numbers each, in a residual block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(2, 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x.reshape(len(x), 4, 2))
+        return self.head((h + self.attention(h, h, h, need_weights=False)[0]).tanh().mean(1))
+
+
 MODELS = {
     "fully connected": lambda: nn.Sequential(
         nn.Linear(8, 14), nn.Tanh(), nn.Linear(14, 10), nn.Tanh(), nn.Linear(10, 4)
@@ -43,6 +59,7 @@ MODELS = {
         nn.Conv2d(1, 5, 3), nn.Tanh(), nn.Conv2d(5, 6, 3), nn.Tanh(), nn.Flatten(), nn.Linear(24, 5)
     ),
     "residual": Residual,
+    "attention": Attention,
 }
 
 
@@ -67,6 +84,15 @@ def whole_hessian(name: str) -> tuple[Curvature, Tensor]:
     return curvlab.curvature_from(dense), dense
 
 
+@cache
+def positive_part(name: str) -> tuple[Curvature, Tensor]:
+    """The Hessian without its negative eigenvalues: another matrix of the same network."""
+    _, dense = whole_hessian(name)
+    values, vectors = torch.linalg.eigh(dense)
+    positive = (vectors * values.clamp(min=0)) @ vectors.T
+    return curvlab.curvature_from(positive), positive
+
+
 def assert_covered(errors: np.ndarray, bars: np.ndarray) -> None:
     assert (np.abs(errors) <= 4 * bars).mean() >= 0.98
     ratio = np.sqrt(np.mean(errors**2) / np.mean(bars**2))
@@ -87,9 +113,11 @@ def test_trace_and_norm_lie_within_their_error_bars(name: str, estimator: str, m
     assert_covered(errors, np.array([one.standard_error for one in found]))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("estimator", PROBES)
-def test_every_entry_of_the_diagonal_lies_within_its_error_bar(estimator: str) -> None:
-    curvature, dense = whole_hessian("fully connected")
+def test_every_entry_of_the_diagonal_lies_within_its_error_bar(name: str, estimator: str) -> None:
+    curvature, dense = whole_hessian(name)
     errors, bars = [], []
     for seed in range(SEEDS):
         found = curvature.diagonal(estimator=estimator, probes=PROBES[estimator], seed=seed)
@@ -99,7 +127,37 @@ def test_every_entry_of_the_diagonal_lies_within_its_error_bar(estimator: str) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["fully connected"])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("other", ["the positive part", "a damped multiple"])
+def test_similarity_by_probes_lies_within_its_error_bars(
+    name: str, other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(similarity_module, "DENSE_UP_TO", 0)
+    # The eigenspaces, which need no probe, would take most of the time.
+    tops = SimpleNamespace(vectors=torch.eye(1, dtype=torch.float64))
+    monkeypatch.setattr(similarity_module, "spectrum", lambda *_, **__: tops)
+    b, dense_b = whole_hessian(name)
+    eye = torch.eye(len(dense_b), dtype=torch.float64)
+    a, dense_a = positive_part(name)
+    if other == "a damped multiple":
+        dense_a = 0.7 * dense_b + 0.05 * eye
+        a = curvlab.curvature_from(dense_a)
+    true = {
+        "distance": float((dense_a - dense_b).norm() / dense_b.norm()),
+        "cosine": float((dense_a * dense_b).sum() / dense_a.norm() / dense_b.norm()),
+    }
+    found = [curvlab.similarity(a, b, k=1, probes=12, seed=seed) for seed in range(SEEDS)]
+    for measure, value in true.items():
+        estimates = [getattr(one, measure) for one in found]
+        assert {one.probes for one in estimates} == {12}
+        assert_covered(
+            np.array([float(one) - value for one in estimates]),
+            np.array([one.standard_error for one in estimates]),
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_a_log_determinant_lies_within_its_error_bar(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _, dense = whole_hessian(name)
     monkeypatch.setattr(curvlab.curvature, "DENSE_OPERATOR_UP_TO", 0)
@@ -211,6 +269,20 @@ def test_a_density_has_the_outliers_and_the_bulk_of_the_spectrum(
         len(values),
     )
     assert bulk_distance(at_mean, values)[1] > 0.1
+
+
+@pytest.mark.parametrize("values", [[0.0] * 40, [5.0] * 6 + [1.0] * 94, [3.0] + [0.0] * 59])
+def test_a_density_of_few_different_eigenvalues_has_their_shares(
+    values: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(curvlab.curvature, "DENSE_OPERATOR_UP_TO", 0)
+    matrix = torch.diag(torch.tensor(values, dtype=torch.float64))
+    found = curvlab.density(curvlab.curvature_from(matrix), probes=50)
+    assert float(found.weights.sum()) == pytest.approx(1)
+    for value in set(values):
+        near = float(found.weights[(found.nodes - value).abs() < 1e-6].sum())
+        assert near == pytest.approx(values.count(value) / len(values), abs=0.02)
+    assert float(found.outliers[0]) == pytest.approx(values[0])
 
 
 def test_a_kronecker_density_of_millions_of_eigenvalues_takes_no_probe(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import curvlab
 from curvlab import Additive, curvature
 from curvlab.exceptions import ArgumentError, IndefiniteError, SpecError
-from curvlab.linalg import eigenbases
+from curvlab.linalg import eigenbases, krylov
 from tests.any_models import CASES, CONVOLUTIONS
 from tests.cases import Case
 
@@ -94,7 +94,11 @@ def test_a_search_that_ends_early_says_so() -> None:
     assert float(found.residuals.max()) > 1e-8
 
 
-def test_many_pairs_and_repeated_eigenvalues_are_found_by_restarts() -> None:
+@pytest.mark.parametrize("room", [0, krylov.SPACE_BYTES])
+def test_many_pairs_and_repeated_eigenvalues_are_found_with_and_without_restarts(
+    room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(krylov, "SPACE_BYTES", room)
     rng = np.random.default_rng(0)
     values = np.concatenate([np.repeat([5.0, 4.0], 2), np.linspace(0, 3, 896)])
     basis, _ = np.linalg.qr(rng.standard_normal((900, 900)))
@@ -102,6 +106,46 @@ def test_many_pairs_and_repeated_eigenvalues_are_found_by_restarts() -> None:
     found = curvlab.spectrum(curvlab.curvature_from(operator), k=30)
     np.testing.assert_allclose(found.eigenvalues, np.sort(values)[::-1][:30], atol=1e-9)
     assert float(found.residuals.max()) < 1e-8
+
+
+@pytest.mark.parametrize("name", [*NETWORKS, "l2", "l2 of a transformer", *TERMS])
+@pytest.mark.parametrize("form", ["one batch", "a stream"])
+def test_several_products_at_once_are_those_of_the_dense_matrix(name: str, form: str) -> None:
+    case = CASES[name]
+    problem, reference = case.problem(), case.reference()
+    if form == "a stream":
+        batch = next(problem.batches())
+        problem = problem.with_data([(batch.inputs, batch.targets)])
+    whole = curvlab.estimate("hessian[full=true]", problem)
+    dense = in_order(whole, reference.full_hessian(), list(reference.parameters))
+    columns = torch.randn(whole.numel, 19, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    np.testing.assert_allclose(whole.flat_product(columns), dense @ columns.numpy(), atol=1e-9)
+    gauss_newton = curvlab.estimate("gauss-newton[kind=exact,structure=full]", problem)
+    both = 2 * whole + gauss_newton
+    one_by_one = torch.stack([both.flat_product(column) for column in columns.T[:3]], dim=1)
+    torch.testing.assert_close(both.flat_product(columns[:, :3]), one_by_one, atol=1e-10, rtol=1e-9)
+    chosen = [*whole.blocks][:2]
+    part = both.select(chosen)
+    sizes = [block.numel for block in whole.blocks.values()]
+    inside = torch.zeros_like(columns[:, :3])
+    inside[: sum(sizes[:2])] = columns[: part.numel, :3]
+    expected = both.flat_product(inside)[: part.numel]
+    torch.testing.assert_close(part.flat_product(columns[: part.numel, :3]), expected, atol=1e-10, rtol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["chain", "residual and a layer used twice"])
+def test_a_stream_runs_its_model_once_for_several_products(name: str) -> None:
+    problem = CASES[name].problem()
+    batch = next(problem.batches())
+    problem = problem.with_data([(batch.inputs, batch.targets)])
+    calls: list[int] = []
+    problem.model.register_forward_hook(lambda *_: calls.append(1))
+    whole = curvlab.estimate("hessian[full=true]", problem)
+    columns = torch.ones(whole.numel, 7, dtype=torch.float64)
+    whole.flat_product(columns)  # the first counts the stream's weight, too
+    calls.clear()
+    whole.flat_product(columns)
+    assert len(calls) == 1
 
 
 @pytest.mark.usefixtures("by_products")

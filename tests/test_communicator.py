@@ -24,9 +24,9 @@ from curvlab.distributed.communicator import LOCAL, Communicator, communicator_o
 from curvlab.distributed.solve import Cost, choose_owners, layer_cost, share_out
 from curvlab.distributed.statistics import PayloadEntry, _goes_by_rows, gathers_rows
 from curvlab.exceptions import NoRowsError, ProblemError, RankError
-from curvlab.gradient import RowGradient
 from curvlab.linalg import DenseFactor, GramFactor
 from curvlab.linalg.factors import InputFactors
+from curvlab.linalg.steps import RowGradient
 from curvlab.providers.estimate import Chosen, estimate_jointly
 
 T = TypeVar("T")

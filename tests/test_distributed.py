@@ -143,6 +143,17 @@ def test_streams_and_weighted_rows_are_joined_by_their_weight(found: Any, form: 
             check(ranks.facts(curvlab.estimate(provider, whole)), result[form, provider], (form, provider))
 
 
+@pytest.mark.parametrize("form", ["", ", streamed"])
+@pytest.mark.parametrize("name", ranks.ANALYSED)
+def test_spectra_estimates_and_samples_are_those_of_the_joined_batch(
+    found: Any, name: str, form: str
+) -> None:
+    whole = curvlab.Problem(ranks.ANALYSED[name](), "cross-entropy", *ranks.batch())
+    expected = ranks.analysed(whole)
+    for result in found:
+        check(expected, result["analysis"][name + form], name + form, rtol=1e-7, atol=1e-8)
+
+
 def test_a_rank_whose_rows_all_have_weight_zero_takes_part(found: Any) -> None:
     inputs, targets = (part[: ranks.CUTS["uneven"]] for part in ranks.batch())
     whole = curvlab.Problem(ranks.chain(), ranks.weighted(), inputs, targets)

@@ -16,7 +16,7 @@ import torch
 from curvlab.data import dataset
 from curvlab.distributed.launch import rank_batches, shard
 from curvlab.studies.setup import Setup
-from curvlab.studies.train.checkpoint import read_checkpoint
+from curvlab.studies.train.folder import read_checkpoint
 from curvlab.studies.train.run import TrainPlan, train
 
 SECONDS = 900

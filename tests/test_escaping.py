@@ -15,9 +15,8 @@ from markdown_it import MarkdownIt
 
 from curvlab.cli import main
 from curvlab.report.content import Answer, Content, Drawing, Section
-from curvlab.report.markdown import code_block
+from curvlab.report.pages import code_block, write_pages
 from curvlab.report.theme import Look
-from curvlab.report.write import write_pages
 from curvlab.reproduce.grid_study import GridStudy
 from curvlab.reproduce.run import reproduce
 from curvlab.reproduce.subjects import Options

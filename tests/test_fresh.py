@@ -20,7 +20,7 @@ from curvlab.reproduce.experiment import Places
 from curvlab.studies.compare.run import compare, load_comparison
 from curvlab.studies.setup import Setup
 from curvlab.studies.store import Store
-from curvlab.studies.train.checkpoint import read_checkpoint
+from curvlab.studies.train.folder import read_checkpoint
 from curvlab.studies.train.run import TrainPlan, train
 from tests.cases import ONE_SCENE
 

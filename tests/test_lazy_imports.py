@@ -13,7 +13,7 @@ import pytest
 import curvlab
 from curvlab.cli import COMMANDS
 from curvlab.cli.completion import GROUPS, NAMES
-from curvlab.registry import Registry
+from curvlab.specs import Registry
 
 HEAVY = ("torch", "pandas", "numpy", "scipy", "matplotlib", "sklearn", "rich")
 PROBE = """
@@ -99,7 +99,7 @@ def test_completion_offers_the_names_of_the_registries_and_no_others() -> None:
     from curvlab.solvers.registry import solvers
     from curvlab.studies.executor import executors
     from curvlab.studies.train.optimizers import optimizers
-    from curvlab.studies.train.schedules import schedules
+    from curvlab.studies.train.plan import schedules
 
     held: list[Registry[Any]] = [providers, solvers, criteria, architectures, datasets, optimizers]
     kinds = ("provider", "solver", "criterion", "arch", "data", "optimizer", "schedule", "executor")

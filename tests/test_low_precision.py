@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import curvlab
 from curvlab.exceptions import CurvlabError, ProblemError, SpecError, StaleError
-from curvlab.linalg.precision import FullPrecision, autocast_switched_off
+from curvlab.linalg.execution import FullPrecision, autocast_switched_off
 from curvlab.optim import SecondOrder
 
 LOW = [torch.bfloat16, torch.float16]

@@ -31,7 +31,7 @@ from curvlab.measure.stopwatch import Elapsed, Timing, frame, interleaved, ratio
 from curvlab.problem import Problem
 from curvlab.providers import Context, Fisher
 from curvlab.solvers import KFI, LayerDirection, LayerGradient
-from curvlab.solvers.damping import Damping
+from curvlab.solvers.systems import Damping
 from curvlab.studies.compare import resources
 from curvlab.studies.compare.resources import Pair, Usage, usage
 from curvlab.studies.compare.timing import IN_VAIN, Patience, Phases, Stopwatch, disturbance_words

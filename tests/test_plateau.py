@@ -20,7 +20,7 @@ from curvlab.data import Examples
 from curvlab.data.inputs import TensorInputs
 from curvlab.optim import SecondOrder
 from curvlab.studies.setup import Setup
-from curvlab.studies.train.checkpoint import read_checkpoint, write_checkpoint
+from curvlab.studies.train.folder import read_checkpoint, write_checkpoint
 from curvlab.studies.train.optimizers import SecondOrderSpec
 from curvlab.studies.train.plateau import Plateau
 from curvlab.studies.train.run import TrainPlan, train

@@ -1,4 +1,4 @@
-"""What a problem refuses at the door, and with which sentence; and that it records once."""
+"""What a problem refuses when it is made, and with which sentence; and that it records once."""
 
 from __future__ import annotations
 

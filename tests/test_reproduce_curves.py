@@ -56,7 +56,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def curves(**losses: list[float]) -> pd.DataFrame:
-    """One run an optimizer, an epoch a second; accuracy falls with the loss."""
+    """One run per optimizer, one epoch per second; accuracy falls with the loss."""
     rows = []
     for name, values in losses.items():
         provider, _, solver = name.partition("__")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import curvlab
-from curvlab import registry
+from curvlab import specs
 from curvlab.exceptions import PairError, SpecError
 from curvlab.linalg.steps import as_step
 from curvlab.solvers import EACG, KFI, LayerDirection, LayerGradient, Solver, solvers
@@ -238,7 +238,7 @@ def entry_point(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def bring(name: str, value: str) -> None:
         point = EntryPoint(name, value, "curvlab.solvers")
-        monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == point.group else [])
+        monkeypatch.setattr(specs, "entry_points", lambda group: [point] if group == point.group else [])
 
     return bring
 

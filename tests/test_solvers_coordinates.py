@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 import curvlab
-from curvlab.gradient import RowGradient
 from curvlab.linalg import DenseFactor, GramFactor
 from curvlab.linalg.factors import InputFactors
-from curvlab.linalg.steps import RowProduct, as_step
+from curvlab.linalg.steps import RowGradient, RowProduct, as_step
 from curvlab.solvers.input_coordinates import (
     SPLIT_ELEMENTS,
     DenseCoordinates,

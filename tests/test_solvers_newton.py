@@ -10,7 +10,7 @@ import curvlab
 from curvlab import Status
 from curvlab.exceptions import SolveError
 from curvlab.linalg import OperatorBlock
-from curvlab.solvers.conjugate_gradients import jacobi
+from curvlab.solvers.structure_systems import jacobi
 from tests.solver_cases import NARROW, WIDE, assert_close, autograd_gradient, problem
 
 ALPHA = 0.3

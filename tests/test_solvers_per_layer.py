@@ -19,8 +19,8 @@ from curvlab.exceptions import CurvlabError, PairError
 from curvlab.linalg import DenseFactor, DiagonalFactor, OperatorBlock
 from curvlab.linalg.factors import InputFactors
 from curvlab.optim.average import average, kept
+from curvlab.solvers.base import is_stack
 from curvlab.solvers.solve import solver_units
-from curvlab.solvers.units import is_stack
 from tests.layer_cases import (
     ALL,
     SHARED,

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import curvlab
-from curvlab.linalg import pending
+from curvlab.linalg import execution, pending
 from curvlab.measure import device
 from tests.solver_cases import KRONECKER, MATRIX_FREE, NARROW, SOLVERS, WIDE, WITH_EXPLICIT, problem
 
@@ -59,7 +59,7 @@ def test_an_accelerator_is_read_every_eighth_iteration(
 @pytest.mark.parametrize("solver", ["cg", "ea-cg", "cg[formulation=explicit]", "cg[preconditioner=jacobi]"])
 def test_with_no_interval_the_iteration_reads_nothing(monkeypatch: pytest.MonkeyPatch, solver: str) -> None:
     monkeypatch.setattr(device, "read_interval", lambda tensor, *_: 0)
-    for module in (device, pending):
+    for module in (device, execution, pending):
         monkeypatch.setattr(module, "readable", lambda tensor: False)
     assert reads_of(solver, "pch-1", WIDE) == 0
 

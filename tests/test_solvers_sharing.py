@@ -12,9 +12,9 @@ from torch import Tensor
 
 import curvlab
 from curvlab.curvature_layers import KroneckerLayer
-from curvlab.gradient import RowGradient
 from curvlab.linalg import GramFactor
 from curvlab.linalg.factors import InputKind
+from curvlab.linalg.steps import RowGradient
 from tests.solver_cases import (
     MEAN,
     NARROW,

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import curvlab
-from curvlab.gradient import RowGradient
 from curvlab.linalg import GramFactor
 from curvlab.linalg.factors import InputFactors
+from curvlab.linalg.steps import RowGradient
 from curvlab.measure import device
 from curvlab.solvers.input_coordinates import EigenCoordinates, MeanCoordinates, RowCoordinates
 from curvlab.solvers.solve import check_gradient

@@ -1,4 +1,4 @@
-"""A solution says so when the gradient or the batch it refers to has changed, and adds all or nothing."""
+"""A solution reports when the gradient or the batch it refers to has changed, and adds all or nothing."""
 
 from __future__ import annotations
 

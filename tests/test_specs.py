@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from curvlab import specs
 from curvlab.exceptions import CurvlabError, SpecError
-from curvlab.registry import Registry
-from curvlab.specs import Spec
+from curvlab.specs import Registry, Spec
 
 
 class Mode(StrEnum):

@@ -23,7 +23,7 @@ from curvlab.optim import SecondOrder
 from curvlab.report.figures import curves
 from curvlab.studies.setup import Setup
 from curvlab.studies.store import Store
-from curvlab.studies.train.checkpoint import read_checkpoint, write_checkpoint
+from curvlab.studies.train.folder import read_checkpoint, write_checkpoint
 from curvlab.studies.train.run import TrainPlan, train
 
 pytestmark = pytest.mark.slow

@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from curvlab.cli import main
 from curvlab.cli.train import _render
 from curvlab.studies.setup import Setup
-from curvlab.studies.train.checkpoint import read_checkpoint
+from curvlab.studies.train.folder import read_checkpoint
 from curvlab.studies.train.run import TrainPlan, train
 
 HEADS = ["Epoch", "Seconds", "Train loss", "Test loss", "Accuracy", "Peak"]

@@ -14,7 +14,7 @@ import curvlab
 from curvlab.cli import main
 from curvlab.exceptions import SpecError
 from curvlab.studies.setup import Setup
-from curvlab.studies.train.checkpoint import read_checkpoint
+from curvlab.studies.train.folder import read_checkpoint
 from curvlab.studies.train.run import TrainPlan, train
 from curvlab.studies.train.tracking import Tracking
 

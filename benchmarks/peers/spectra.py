@@ -7,8 +7,8 @@ curvlinops Hessian has no forward-mode rule for SiLU) on 8 random images; cross-
 
     top-5     the five largest |λ|, to relative residuals of 1e-3. PyHessian: power iteration, tol=1e-6
               between two iterations, at most 100 each; curvlinops: scipy's eigsh of its operator
-    density   Lanczos quadrature of `probes` starts and `steps` products each; curvlab finds its 12 largest
-              eigenvalues besides, and orthogonalises, as PyHessian does; curvlinops does not
+    density   Lanczos quadrature of `probes` starts and `steps` products each. PyHessian orthogonalises each
+              run, curvlab and curvlinops do not
     trace     Hutchinson with as many products
 
 Building the operator is part of every time. Numbers agree where the eigenvalues differ by at most 1e-2 of the

@@ -4,11 +4,14 @@
 
 Of a Kronecker curvature all eigenvalues are known, products of those of its factors: nodes θ are these and
 weights 1/n (0 probes). Any other is estimated by stochastic Lanczos quadrature: each random probe z gives the
-nodes and weights of zᵀ f(C) z (Golub and Welsch; Ghorbani, Krishnan, Xiao 2019). The largest eigenvalues are
-found first, by `eigenpairs`, counted with 1/n each and projected out of the probes: single eigenvalues far
-from the others, whose weight in a few probes is mostly chance.
+nodes and weights of zᵀ f(C) z (Golub and Welsch; Ghorbani, Krishnan, Xiao 2019). The weight of single
+eigenvalues far from the others is mostly chance in a few probes. The run of the first probe has found the
+largest of them with their eigenvectors u; the share (z·u)² of each is therefore taken out of every probe's
+weights, and the eigenvalue counted with 1/n:
 
     φ(t) = 1/n Σ_top δ(t - λ) + (n - k)/n · mean over probes of Σ_j w_j δ(t - θ_j)
+
+`outliers` are among those that were found: with few steps there may be none.
 
 `density` is φ on `grid`, smoothed by a Gaussian; `band` is two standard errors over the probes around it.
 """
@@ -29,8 +32,8 @@ from curvlab.curvature import Curvature
 from curvlab.exceptions import SpecError
 from curvlab.linalg.eigenbases import Eigenbasis
 from curvlab.linalg.estimators import gaussian_rows
-from curvlab.linalg.krylov import eigenpairs, lanczos, quadrature
-from curvlab.linalg.precision import full_precision
+from curvlab.linalg.execution import full_precision
+from curvlab.linalg.krylov import lanczos, leading_pairs, quadrature
 from curvlab.matrix_functions import SymmetricMatrix, runs_at_once
 from curvlab.problem import Problem
 
@@ -41,9 +44,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Density", "density"]
 
-DEFLATED = 8  # eigenvalues found one by one before the probes: outliers are looked for among the first seven
-DEFLATION_PRODUCTS = 300
-DEFLATION_TOL = 1e-6
+LEADING = 8  # eigenvalues looked for by themselves: outliers are those before a gap among the first seven
+LEADING_TOL = 1e-4
 POINTS = 1000
 NARROW = 250  # the Gaussian's standard deviation is this part of the whole range
 
@@ -145,7 +147,7 @@ def density(
     matrix = found.matrix
     if matrix.basis is not None:
         nodes, weights = _all_eigenvalues(matrix.basis)
-        top = nodes.topk(min(DEFLATED, len(nodes))).values
+        top = nodes.topk(min(LEADING, len(nodes))).values
         per_probe, used = weights[None], 0
     else:
         top, nodes, per_probe = _estimated(matrix, probes, steps, seed)
@@ -175,39 +177,39 @@ def _all_eigenvalues(basis: Eigenbasis) -> tuple[Tensor, Tensor]:
 def _estimated(matrix: SymmetricMatrix, probes: int, steps: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """The largest eigenvalues, all nodes, and the weights of the nodes for each probe, (probes, nodes)."""
     size, like = matrix.size, matrix.like
-    tol = DEFLATION_TOL if like.dtype == torch.float64 else 1e-4
-    found = eigenpairs(
-        matrix.product,
-        size,
-        min(DEFLATED, size // 4),
-        "largest",
-        like=like,
-        tol=tol,
-        max_products=DEFLATION_PRODUCTS,
-        seed=seed,
-    )
-    good = found.residuals <= 1e-3 * found.values.abs()
-    count = int(good.int().cumprod(0).sum())  # the leading ones: no gap may hide one that was not found
-    top, vectors = found.values[:count], found.vectors[:count]
-
-    def outside(rows: Tensor) -> Tensor:
-        return rows - (rows @ vectors.T) @ vectors
-
-    def product(rows: Tensor) -> Tensor:
-        return outside(matrix.product(outside(rows)))
-
-    starts = outside(gaussian_rows(probes, size, like, seed + 1))
-    # Without reorthogonalisation, which took most of the time: ghosts share the weight of their value, and
-    # the values that converge first have been deflated.
-    steps = min(steps, size - count)
-    parts = starts.split(runs_at_once(matrix, steps)[0])
-    pairs = [quadrature(lanczos(product, part, steps, keep=False)) for part in parts]
+    starts = gaussian_rows(probes, size, like, seed + 1)
+    starts = starts / torch.linalg.vector_norm(starts, dim=1, keepdim=True)
+    steps = min(steps, size)
+    at_once, hold = runs_at_once(matrix, steps)
+    # Without reorthogonalisation, which took most of the time: ghosts share the weight of their value.
+    runs = [
+        lanczos(matrix.product, part, steps, keep=False, keep_first=hold and number == 0)
+        for number, part in enumerate(starts.split(at_once))
+    ]
+    pairs = [quadrature(run) for run in runs]
     nodes, weights = (torch.cat(one) for one in zip(*pairs, strict=True))
-    share = (size - count) / size
+    count, top, vectors = min(LEADING, size // 4), like.new_zeros(0), starts[:0]
+    if hold and count:
+        top, vectors = leading_pairs(runs[0], count, LEADING_TOL)
+    rest = weights
+    for value, shares in zip(top, (vectors @ starts.T).square(), strict=True):
+        rest = _without(nodes, rest, value, shares)
+    # Where the first probe's run has ended, its vectors may span all of the probe: it stays as it was.
+    some = rest.sum(1, keepdim=True) > 1e3 * torch.finfo(rest.dtype).eps
+    weights = torch.where(some, rest, weights)
     # Each probe has nodes of its own: row i holds the weights of probe i's, and zeros elsewhere.
-    own = share * torch.block_diag(*weights)
-    heads = like.new_full((probes, count), 1 / size)
+    share = (size - len(top)) / size
+    own = share * torch.block_diag(*(weights / weights.sum(1, keepdim=True)))
+    heads = like.new_full((probes, len(top)), 1 / size)
     return top, torch.cat([top, nodes.flatten()]), torch.cat([heads, own], 1)
+
+
+def _without(nodes: Tensor, weights: Tensor, value: Tensor, shares: Tensor) -> Tensor:
+    """The weights of each probe (row) less its share of one eigenvalue, taken from the nearest nodes."""
+    order = (nodes - value).abs().argsort(1)
+    near = weights.gather(1, order)
+    taken = near.cumsum(1).minimum(shares[:, None]).diff(dim=1, prepend=torch.zeros_like(near[:, :1]))
+    return torch.empty_like(weights).scatter_(1, order, (near - taken).clamp(min=0))
 
 
 def _outliers(top: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor
 from curvlab.analysis.figures import axes_for
 from curvlab.criteria.base import AllWeightsZeroError, LossTerms
 from curvlab.exceptions import ArgumentError, SpecError, describe_argument
-from curvlab.linalg.precision import full_precision
+from curvlab.linalg.execution import full_precision
 from curvlab.problem import Problem
 from curvlab.providers.estimate import estimate
 
@@ -108,7 +108,7 @@ def landscape(
     >>> curvlab.landscape(problem, {"weight": torch.ones(1, 1).double()}, points=3).loss.tolist()
     [4.0, 1.0, 0.0]
     """
-    chosen = _checked(problem, directions)
+    chosen = _check_directions(problem, directions)
     if not 0 < radius < float("inf") or points < 2:
         raise SpecError(f"radius={radius}, points={points}: expected a positive radius and 2 points or more")
     line = torch.linspace(-radius, radius, points, dtype=torch.float64)
@@ -124,7 +124,9 @@ def landscape(
     )
 
 
-def _checked(problem: Problem, directions: Direction | Sequence[Direction]) -> list[dict[str, Tensor]]:
+def _check_directions(
+    problem: Problem, directions: Direction | Sequence[Direction]
+) -> list[dict[str, Tensor]]:
     given = [directions] if isinstance(directions, Mapping) else directions
     if not isinstance(given, Sequence) or len(given) not in (1, 2):
         raise ArgumentError(

@@ -26,8 +26,8 @@ from curvlab.exceptions import ArgumentError, SpecError, describe_argument
 from curvlab.linalg import Block, DiagonalFactor, FactorBlock, KroneckerBlock, ViewedBlock
 from curvlab.linalg.blocks import ShiftedBlock
 from curvlab.linalg.estimators import Estimate, random_signs
+from curvlab.linalg.execution import full_precision
 from curvlab.linalg.factors import inner_product
-from curvlab.linalg.precision import full_precision
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -20,8 +20,8 @@ from curvlab.analysis.figures import axes_for
 from curvlab.curvature import Curvature
 from curvlab.exceptions import ArgumentError, SpecError, describe_argument
 from curvlab.linalg.eigenbases import Which
+from curvlab.linalg.execution import full_precision
 from curvlab.linalg.krylov import eigenpairs
-from curvlab.linalg.precision import full_precision
 from curvlab.matrix_functions import SymmetricMatrix
 from curvlab.problem import Problem
 from curvlab.providers.estimate import estimate

@@ -19,8 +19,8 @@ from curvlab.architectures.base import Architecture, InputKind, Sizes
 from curvlab.architectures.convolutional import CNN, LeNet, ResNet
 from curvlab.architectures.fcnn import FCNN, INITIALISERS, Autoencoder
 from curvlab.architectures.sequences import GPT, MLPMixer, ViT
-from curvlab.exceptions import SpecError
-from curvlab.registry import Registry
+from curvlab.exceptions import SpecError, unknown_name
+from curvlab.specs import Registry
 
 __all__ = [
     "CNN",
@@ -83,7 +83,7 @@ def architecture(spec: str | Architecture) -> Architecture:
     if isinstance(spec, str) and re.fullmatch(r"[\d-]+", spec.strip()):
         return FCNN(widths=_parse_widths(spec.strip()))
     if isinstance(spec, str) and (name := specs.parse(spec).name) not in architectures.names():
-        known = specs.unknown("architecture", name, architectures.names())
+        known = unknown_name("architecture", name, architectures.names())
         raise SpecError(f"{known} Widths joined by dashes, such as 64-32-10, are an architecture too.")
     return architectures.make(spec)
 

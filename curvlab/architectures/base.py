@@ -205,20 +205,20 @@ def initialise(
     generator = torch.Generator().manual_seed(seed)
     made: dict[int, nn.Parameter] = {}  # a tied parameter is drawn once
     for prefix, module in network.named_modules():
-        for name, parameter in _own(module._parameters):
+        for name, parameter in _own_tensors(module._parameters):
             if id(parameter) not in made:
                 full = f"{prefix}.{name}" if prefix else name
                 scale = next((g for pattern, g in patterns.items() if fnmatchcase(full, pattern)), 1.0)
                 value = _value(module, name, parameter.shape, scale, generator, final)
                 made[id(parameter)] = nn.Parameter(value)
             setattr(module, name, made[id(parameter)])
-        for name, buffer in _own(module._buffers):
+        for name, buffer in _own_tensors(module._buffers):
             kind = final.dtype if buffer.is_floating_point() else buffer.dtype
             start = 1 if name == "running_var" else 0
             setattr(module, name, torch.full(buffer.shape, start, dtype=kind, device=final.device))
 
 
-def _own(tensors: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def _own_tensors(tensors: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     yield from [(name, tensor) for name, tensor in tensors.items() if tensor is not None]
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import click
 
 from curvlab import __version__
-from curvlab.cli.warnings_ import plain_warnings
+from curvlab.cli.console import plain_warnings
 from curvlab.exceptions import (
     CurvlabError,
     DataFolderError,

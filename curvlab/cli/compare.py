@@ -9,8 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from curvlab.cli.console import paragraph, print_json, progress_bar, records, say, show_rows
-from curvlab.cli.interruption import kept_when_interrupted
+from curvlab.cli.console import (
+    kept_when_interrupted,
+    paragraph,
+    print_json,
+    progress_bar,
+    records,
+    say,
+    show_rows,
+)
 from curvlab.cli.options import (
     SchemaCommand,
     config_option,

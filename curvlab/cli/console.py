@@ -1,7 +1,8 @@
-"""What commands print: tables on standard output, progress and messages on standard error.
+"""What commands print: tables on standard output, progress, messages and warnings on standard error.
 
 Progress shows only on a terminal. Tables fit 80 columns: prose folds at words, a long name goes on in the
-next line after a bracket or a comma, numbers stay whole.
+next line after a bracket or a comma, numbers stay whole. A warning is one line, once. Ctrl-C in a command
+whose folder keeps what was measured ends it, and says how to go on.
 """
 
 from __future__ import annotations
@@ -10,9 +11,13 @@ import itertools
 import json
 import math
 import re
+import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
@@ -24,9 +29,12 @@ if TYPE_CHECKING:
     from curvlab.studies.schema import Column
 
 __all__ = [
+    "INTERRUPTED",
     "Show",
     "break_name",
+    "kept_when_interrupted",
     "paragraph",
+    "plain_warnings",
     "print_json",
     "progress_bar",
     "records",
@@ -34,6 +42,7 @@ __all__ = [
     "show_rows",
     "table",
 ]
+
 
 Show = Callable[[float, float, str], None]
 BREAKS = re.compile(r"(?<=[\[, ])|(?<=\d-)(?=\d)")
@@ -168,3 +177,52 @@ def _plain(value: Any) -> Any:
 def print_json(value: Any) -> None:
     """One JSON document on standard output."""
     click.echo(json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False))
+
+
+@contextmanager
+def plain_warnings() -> Iterator[None]:
+    """Print each warning once, without the file and the line of source, which say nothing to a user."""
+    said: set[str] = set()
+
+    def show(message: Warning | str, category: type[Warning], *place: Any) -> None:
+        text = " ".join(str(message).split())
+        if text not in said:
+            click.echo(f"Warning: {text}", err=True)
+        said.add(text)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show  # type: ignore[assignment]
+        yield
+
+
+INTERRUPTED = 130
+"""The exit code of a command that Ctrl-C has ended."""
+
+
+@contextmanager
+def kept_when_interrupted(folder: Path, fresh: bool) -> Iterator[Callable[[], None]]:
+    """End with the exit code of Ctrl-C, and say how to go on.
+
+    Python drops an exception that is raised inside a finalizer, where a run that counts memory often is. The
+    function given raises it again, and is to be called now and then.
+    """
+    asked = False
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        asked = True
+        raise KeyboardInterrupt
+
+    def check() -> None:
+        if asked:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield check
+    except KeyboardInterrupt:
+        again = " without --fresh" if fresh else ""
+        say(f"Interrupted; what was measured is in {folder}, and the same command{again} goes on from there.")
+        sys.exit(INTERRUPTED)
+    finally:
+        signal.signal(signal.SIGINT, before)

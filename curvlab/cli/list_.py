@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from curvlab.cli.console import break_name, print_json, table
-from curvlab.registry import Description, Registry
+from curvlab.specs import Description, Registry
 
 __all__ = ["command"]
 

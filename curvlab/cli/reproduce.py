@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from curvlab.cli.console import Show, print_json, progress_bar, table
-from curvlab.cli.interruption import kept_when_interrupted
+from curvlab.cli.console import Show, kept_when_interrupted, print_json, progress_bar, table
 from curvlab.cli.options import executor_option
 from curvlab.exceptions import SpecError
 from curvlab.reproduce.subjects import SCALES, Options

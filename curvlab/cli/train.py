@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from curvlab import specs
-from curvlab.cli.console import show_rows
-from curvlab.cli.interruption import INTERRUPTED
+from curvlab.cli.console import INTERRUPTED, show_rows
 from curvlab.cli.options import SchemaCommand, make_setup, option_of, setup_settings
 from curvlab.exceptions import SpecError
 from curvlab.studies.schema import settings_of

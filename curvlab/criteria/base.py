@@ -37,8 +37,8 @@ from torch import Tensor
 
 from curvlab.exceptions import NoRowsError, ProblemError, SpecError
 from curvlab.linalg import eigh
+from curvlab.linalg.execution import in_float
 from curvlab.linalg.pending import require
-from curvlab.linalg.precision import in_float
 from curvlab.measure.device import readable
 
 __all__ = [
@@ -100,7 +100,7 @@ class Criterion(ABC):
 
     @abstractmethod
     def mean_hessian(self, logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-        """Σ_i weights_i ∇²ξ_i, (K, K), without holding one matrix an example."""
+        """Σ_i weights_i ∇²ξ_i, (K, K), without holding one matrix per example."""
 
     def hessians(self, logits: Tensor, targets: Tensor) -> Tensor:
         """∇²ξ_i, (m, K, K)."""

@@ -19,7 +19,7 @@ from curvlab.criteria.function import FunctionCriterion
 from curvlab.criteria.separable import BCE, MSE, Tukey
 from curvlab.criteria.softmax import CrossEntropy, Robust
 from curvlab.exceptions import ProblemError
-from curvlab.registry import Registry
+from curvlab.specs import Registry
 
 __all__ = ["criteria", "criterion_from", "criterion_named"]
 

@@ -20,7 +20,7 @@ from curvlab.data.inputs import FileInputs, Inputs, PixelInputs, TensorInputs, T
 from curvlab.data.source import Source
 from curvlab.data.standardise import Standardisation
 from curvlab.data.synthetic import Synthetic, SyntheticImages, SyntheticRegression
-from curvlab.registry import Registry
+from curvlab.specs import Registry
 
 __all__ = [
     "Batches",

@@ -29,9 +29,9 @@ def unpack(archive: Path, folder: Path, expected: Collection[str], limit: int) -
         _extract(archive, scratch, {f"{folder.name}/{name}" for name in expected}, limit)
         (scratch / folder.name).replace(folder)
     except tarfile.FilterError as error:
-        raise _broken(archive, f"an unsafe member: {error}") from error
+        raise _broken_archive_error(archive, f"an unsafe member: {error}") from error
     except (tarfile.TarError, EOFError, zlib.error) as error:
-        raise _broken(archive, str(error) or type(error).__name__) from error
+        raise _broken_archive_error(archive, str(error) or type(error).__name__) from error
     except OSError as error:
         raise DataError(
             f"{folder}: cannot be written from {archive} ({error}); free disk space and run again"
@@ -46,7 +46,7 @@ def _extract(archive: Path, scratch: Path, expected: set[str], limit: int) -> No
         for member in tar:
             claimed += member.size
             if claimed > limit:
-                raise _broken(
+                raise _broken_archive_error(
                     archive, f"its members take more than {limit:,} bytes, far beyond the data set's"
                 )
             tarfile.data_filter(member, str(scratch))
@@ -54,8 +54,8 @@ def _extract(archive: Path, scratch: Path, expected: set[str], limit: int) -> No
                 tar.extract(member, scratch, filter="data")
     missing = [name for name in sorted(expected) if not (scratch / name).is_file()]
     if missing:
-        raise _broken(archive, f"{', '.join(missing)} is not in it")
+        raise _broken_archive_error(archive, f"{', '.join(missing)} is not in it")
 
 
-def _broken(archive: Path, problem: str) -> DataError:
+def _broken_archive_error(archive: Path, problem: str) -> DataError:
     return DataError(f"{archive}: the archive cannot be used ({problem}); delete it and run again")

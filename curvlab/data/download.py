@@ -2,7 +2,7 @@
 
 Bytes go to `<target>.part`, which a later attempt continues with an HTTP Range request; only a
 file of the expected SHA-256 is renamed to `<target>`. The progress bar is on stderr, where that
-is a terminal.
+is a terminal. pooch checks downloads too, but begins a broken one anew; these are large, so it is not used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Images in folders, one folder a class, as ImageNet is kept.
+"""Images in folders, one folder per class, as ImageNet is kept.
 
 `classes=10` draws that many of the folders by the seed: ImageNet-10 is ten classes of an ImageNet
 training folder. Each class is split into training and test images by the seed. Images are decoded

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from curvlab.distributed.communicator import Communicator, Failure, failure_of
 from curvlab.exceptions import RankError
 from curvlab.measure import device
-from curvlab.model.network import Network, hooks_of
-from curvlab.staleness import INTEGERS, mix
+from curvlab.model.network import Network
+from curvlab.staleness import INTEGERS, hooks_of, mix
 
 __all__ = [
     "Description",

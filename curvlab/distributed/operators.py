@@ -8,7 +8,7 @@ order: a call on one rank only waits for the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -20,6 +20,7 @@ from curvlab.curvature_layers import LayerCurvature, OperatorLayer
 from curvlab.distributed.communicator import Communicator, failure_of
 from curvlab.linalg import Block
 from curvlab.linalg.factors import frobenius_norm
+from curvlab.linalg.flat import NamedProduct, WholeProduct
 
 __all__ = ["JoinedBlock", "join_operators"]
 
@@ -99,19 +100,26 @@ def join_operators(curvature: Curvature, communicator: Communicator, share: floa
     if full is None:
         return replace(curvature, layers=layers)
 
-    def product(vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        names = [name for layer in layers for name in layer.blocks]
-        nothing = [torch.zeros_like(vectors[name]) for name in names]
+    def joined(products: Sequence[NamedProduct]) -> NamedProduct:
+        (own,) = products
+        return lambda vectors: _joined_product(own, vectors, communicator, share)
 
-        def shared() -> list[Tensor]:
-            if not share:
-                return nothing
-            found = full(vectors)
-            return [found[name] * share for name in names]
+    return replace(curvature, layers=layers, full_product=WholeProduct.made_of([full], joined))
 
-        return dict(zip(names, _sum_or_raise(communicator, shared, nothing), strict=True))
 
-    return replace(curvature, layers=layers, full_product=product)
+def _joined_product(
+    own: NamedProduct, vectors: Mapping[str, Tensor], communicator: Communicator, share: float
+) -> dict[str, Tensor]:
+    """One reduction, of the images of one vector or of several."""
+    nothing = [torch.zeros_like(vector) for vector in vectors.values()]
+
+    def shared() -> list[Tensor]:
+        if not share:
+            return nothing
+        found = own(vectors)
+        return [found[name] * share for name in vectors]
+
+    return dict(zip(vectors, _sum_or_raise(communicator, shared, nothing), strict=True))
 
 
 def _layer(layer: LayerCurvature, communicator: Communicator, share: float) -> LayerCurvature:

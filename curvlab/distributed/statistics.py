@@ -36,9 +36,9 @@ from torch import Tensor
 from curvlab.distributed.agreement import Description, check_agreement
 from curvlab.distributed.communicator import Communicator
 from curvlab.exceptions import NoRowsError, RankError
-from curvlab.gradient import Gradient, RowFactor, RowGradient
 from curvlab.linalg import DenseFactor, Factor, GramFactor
 from curvlab.linalg.factors import DiagonalFactor, InputFactors
+from curvlab.linalg.steps import Gradient, RowFactor, RowGradient
 from curvlab.model.layers import Layer
 from curvlab.model.network import Network
 from curvlab.model.recording import Recording

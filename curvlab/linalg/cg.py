@@ -22,8 +22,8 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from curvlab.linalg.execution import in_pieces
 from curvlab.linalg.factors import max_abs, nonzero_or_one
-from curvlab.linalg.pending import in_pieces
 
 __all__ = [
     "CGResult",

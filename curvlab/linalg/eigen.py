@@ -1,7 +1,7 @@
 """Eigendecompositions of symmetric matrices, M = V Λ Vᵀ, on devices with and without an operation for them.
 
 torch has no `_linalg_eigh` for mps. Such a device sends the matrix to the host and takes the result back: the
-numbers are the CPU's. A curvature on such a device says so in its notes.
+numbers are the CPU's. The notes of a curvature on such a device tell of it.
 """
 
 from __future__ import annotations

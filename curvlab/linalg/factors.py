@@ -40,8 +40,7 @@ import torch
 from torch import Tensor
 
 from curvlab.linalg.eigen import eigh, eigvalsh
-from curvlab.linalg.pending import in_pieces
-from curvlab.linalg.precision import FullPrecision
+from curvlab.linalg.execution import FullPrecision, in_pieces
 
 __all__ = [
     "DenseFactor",

@@ -1,13 +1,17 @@
-"""Named tensors as one vector, and back."""
+"""Named tensors as one vector, and back; products of a whole matrix with such vectors."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-__all__ = ["flatten", "unflatten"]
+__all__ = ["NamedProduct", "WholeProduct", "flatten", "flatten_rows", "unflatten", "unflatten_rows"]
+
+NamedProduct: TypeAlias = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 
 
 def flatten(vectors: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
@@ -29,3 +33,50 @@ def unflatten(vector: Tensor, shapes: Mapping[str, Sequence[int]]) -> dict[str, 
     return {
         name: part.reshape(tuple(shape)) for (name, shape), part in zip(shapes.items(), parts, strict=True)
     }
+
+
+def flatten_rows(vectors: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
+    """Several vectors, {name: (r, *shape)}, as rows (r, n)."""
+    return torch.cat([vectors[name].flatten(1) for name in names], dim=1)
+
+
+def unflatten_rows(rows: Tensor, shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
+    """The inverse of `flatten_rows`.
+
+    >>> unflatten_rows(torch.ones(2, 3), {"b": (1,), "a": (1, 2)})["a"].shape
+    torch.Size([2, 1, 2])
+    """
+    parts = rows.split([int(torch.Size(shape).numel()) for shape in shapes.values()], dim=1)
+    return {
+        name: part.reshape(len(rows), *shape)
+        for (name, shape), part in zip(shapes.items(), parts, strict=True)
+    }
+
+
+@dataclass(frozen=True)
+class WholeProduct:
+    """x ↦ C x on named tensors, and with several vectors, {name: (r, *shape)}, in one pass over the data.
+
+    >>> double = WholeProduct(several=lambda vectors: {name: 2 * x for name, x in vectors.items()})
+    >>> double({"a": torch.ones(3)})["a"].tolist()
+    [2.0, 2.0, 2.0]
+    """
+
+    several: NamedProduct
+    one: NamedProduct | None = None
+
+    def __call__(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if self.one is not None:
+            return self.one(vectors)
+        images = self.several({name: vector[None] for name, vector in vectors.items()})
+        return {name: image[0] for name, image in images.items()}
+
+    @classmethod
+    def made_of(
+        cls, products: Sequence[NamedProduct], make: Callable[[Sequence[NamedProduct]], NamedProduct]
+    ) -> NamedProduct:
+        """What `make` makes of products; with several vectors at once where all of them take several."""
+        wholes = [product for product in products if isinstance(product, WholeProduct)]
+        if len(wholes) < len(products):
+            return make(products)
+        return cls(make([whole.several for whole in wholes]), make(products))

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from curvlab.linalg.eigen import eigvalsh
 from curvlab.linalg.example_factors import ExampleFactor
+from curvlab.linalg.execution import FullPrecision
 from curvlab.linalg.factors import DiagonalFactor, Factor, GramFactor, RankOneFactor
 from curvlab.linalg.pending import require
-from curvlab.linalg.precision import FullPrecision
 
 __all__ = [
     "DenseInverse",

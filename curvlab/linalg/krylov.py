@@ -30,10 +30,16 @@ __all__ = [
     "eigenpairs",
     "function_times",
     "lanczos",
+    "leading_pairs",
     "quadrature",
 ]
 
 RowProduct = Callable[[Tensor], Tensor]
+LOOK_AT = 0.05  # relative residual, by a run's own estimate, up to which a Ritz pair is looked at
+SPACE_BYTES = 256 * 1024**2
+SPACE = 100
+LOOK_EVERY, LOOK_SOON, NEARLY = 10, 2, 30  # products until convergence is looked for; soon, where it is near
+AGAIN_BELOW = 0.5
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,11 +62,13 @@ class Tridiagonal:
         return matrices
 
 
-def lanczos(product: RowProduct, starts: Tensor, steps: int, *, keep: bool = True) -> Tridiagonal:
+def lanczos(
+    product: RowProduct, starts: Tensor, steps: int, *, keep: bool = True, keep_first: bool = False
+) -> Tridiagonal:
     """Up to `steps` products for each of the starting rows; `keep=False` holds no vectors.
 
     Without its vectors a run is not orthogonalised against them: enough for quadrature, whose weights the
-    ghosts share.
+    ghosts share. With `keep_first` those of the first run are held, as they come, for `leading_pairs`.
 
     >>> a = torch.diag(torch.tensor([1.0, 2.0, 3.0]))
     >>> found = lanczos(lambda x: x @ a, torch.ones(1, 3), steps=3)
@@ -71,17 +79,20 @@ def lanczos(product: RowProduct, starts: Tensor, steps: int, *, keep: bool = Tru
     steps = min(steps, size)
     current = starts / torch.linalg.vector_norm(starts, dim=1, keepdim=True)
     previous, beta = torch.zeros_like(current), current.new_zeros(runs)
-    vectors = current.new_zeros(runs, steps, size) if keep else None
+    held = current.new_zeros(runs, steps, size) if keep else None
+    first = current.new_zeros(1, steps + 1, size) if keep_first else None
+    vectors = held if first is None else first
     diagonal, off_diagonal = [], []
     largest = current.new_zeros(runs)
     for step in range(steps):
         if vectors is not None:
-            vectors[:, step] = current
+            vectors[:, step] = current[: len(vectors)]
         image = product(current)
-        alpha = (image * current).sum(1)
-        image = image - alpha[:, None] * current - beta[:, None] * previous
-        if vectors is not None:
-            image = _orthogonalise(image, vectors[:, : step + 1])
+        alpha = torch.linalg.vecdot(image, current)
+        image = torch.addcmul(image, alpha[:, None], current, value=-1)
+        image.addcmul_(beta[:, None], previous, value=-1)
+        if held is not None:
+            image = _orthogonalise(image, held[:, : step + 1])
         norm = torch.linalg.vector_norm(image, dim=1)
         largest = torch.maximum(largest, alpha.abs() + norm + beta)
         # An invariant subspace: what is left is rounding, and the run stays at zero from here on.
@@ -90,7 +101,56 @@ def lanczos(product: RowProduct, starts: Tensor, steps: int, *, keep: bool = Tru
         off_diagonal.append(beta)
         previous = current
         current = torch.where(beta[:, None] > 0, image / torch.where(beta > 0, beta, 1)[:, None], 0)
+    if first is not None:
+        first[:, steps] = current[:1]
     return Tridiagonal(torch.stack(diagonal, 1), torch.stack(off_diagonal, 1), vectors)
+
+
+def leading_pairs(found: Tridiagonal, count: int, tol: float) -> tuple[Tensor, Tensor]:
+    """Up to `count` of the largest eigenvalues, as far as the first run has found them, and their vectors.
+
+    From the Ritz vectors y = Vᵀs of a run that kept its vectors, and the one after, without orthogonalising
+    them. A y = θ y + β s_k v holds to rounding all the same, so that residuals r need no further product.
+    Copies of a vector that is there are left out. Leading ones whose eigenvalue is known to `tol` of itself
+    count: no eigenvalue is further away than r, nor than r²/δ with the next at a distance δ.
+    """
+    assert found.vectors is not None
+    rows, following = found.vectors[0, :-1], found.vectors[0, -1]
+    values, weights = torch.linalg.eigh(
+        Tridiagonal(found.diagonal[:1], found.off_diagonal[:1], None).matrices()[0]
+    )
+    left_over = found.off_diagonal[0, -1] * weights[-1]
+    near = left_over.abs() <= LOOK_AT * values.abs()
+    candidates = [int(i) for i in values.argsort(descending=True)[: 4 * count] if bool(near[i])]
+    basis = images = rows[:0]
+    for index in candidates:
+        if len(basis) == count:
+            break
+        vector = weights[:, index] @ rows
+        image = values[index] * vector + left_over[index] * following
+        length = torch.linalg.vector_norm(vector)
+        for _ in range(2):
+            inner = basis @ vector
+            vector, image = vector - inner @ basis, image - inner @ images
+        left = torch.linalg.vector_norm(vector)
+        if bool(left > 0.5 * length):
+            basis, images = (
+                torch.cat([basis, (vector / left)[None]]),
+                torch.cat([images, (image / left)[None]]),
+            )
+    if not len(basis):
+        return values[:0], basis
+    values, rotation = torch.linalg.eigh((basis @ images.T + images @ basis.T) / 2)
+    values, rotation = values.flip(0), rotation.flip(1)
+    vectors = rotation.T @ basis
+    residuals = torch.linalg.vector_norm(rotation.T @ images - values[:, None] * vectors, dim=1)
+    gaps = torch.full_like(values, torch.inf)
+    apart = (values[:-1] - values[1:]).abs()
+    gaps[:-1], gaps[1:] = apart, torch.minimum(gaps[1:], apart)
+    gaps = (gaps - residuals).clamp(min=torch.finfo(gaps.dtype).tiny)
+    good = torch.minimum(residuals, residuals.square() / gaps) <= tol * values.abs()
+    known = int(good.int().cumprod(0).sum())  # the leading ones: no gap may hide one that was not found
+    return values[:known], vectors[:known]
 
 
 def _orthogonalise(rows: Tensor, vectors: Tensor) -> Tensor:
@@ -225,20 +285,25 @@ def eigenpairs(
     >>> found.values.round(decimals=3).tolist(), found.converged
     ([100.0, 99.0], True)
     """
-    space = min(size, count + max(count, 20))
-    search = _Search(product, size, space, like, seed)
+    least = count + max(count, 20)
+    # The fewest products are those without a restart: a space as large as the memory allows.
+    roomy = min(count + SPACE, SPACE_BYTES // (size * like.element_size()))
+    space = min(size, max(least, roomy))
+    search, ahead = _Search(product, size, space, like, seed), count + LOOK_EVERY
     while True:
-        search.fill(max_products)
+        search.fill(max_products, min(space, search.held + ahead))
         values, vectors = torch.linalg.eigh(search.projected[: search.held, : search.held])
         order = _order(values, which)
         values, vectors = values[order], vectors[:, order]
         estimates = (search.beta * vectors[-1]).abs()
         enough = tol * values.abs().max()
         converged = bool((estimates[:count] <= enough).all())
+        ahead = LOOK_EVERY if float(estimates[:count].max()) > NEARLY * float(enough) else LOOK_SOON
         if converged or search.products >= max_products or search.held == size:
             break
-        kept = min(space - 2, count + max(1, (space - count) // 2))
-        search.restart(values[:kept], vectors[:, :kept])
+        if search.held == space:
+            kept = min(space - 2, count + max(1, (space - count) // 2))
+            search.restart(values[:kept], vectors[:, :kept])
     found = vectors[:, :count].T @ search.basis[: search.held]
     found = found / torch.linalg.vector_norm(found, dim=1, keepdim=True)
     values = values[:count]
@@ -263,15 +328,18 @@ class _Search:
         start = gaussian_rows(1, size, like, seed)[0]
         self.basis[0] = start / torch.linalg.vector_norm(start)
 
-    def fill(self, max_products: int) -> None:
-        """Products until the space is full or none may be made any more."""
-        while self.held < self.space and self.products < max_products:
-            current = self.basis[self.held]
+    def fill(self, max_products: int, up_to: int) -> None:
+        """Products until the space holds `up_to` vectors or none may be made any more."""
+        while self.held < up_to and self.products < max_products:
+            current, basis = self.basis[self.held], self.basis[: self.held + 1]
             image = self.product(current[None])[0]
             self.products += 1
-            inner = self.basis[: self.held + 1] @ image
-            image = image - inner @ self.basis[: self.held + 1]
-            image = image - (self.basis[: self.held + 1] @ image) @ self.basis[: self.held + 1]
+            inner = basis @ image
+            before = torch.linalg.vector_norm(image)
+            image = torch.addmv(image, basis.T, inner, alpha=-1)
+            # Once leaves rounding of the size of what was taken away: again, where little is left beside it.
+            if bool(torch.linalg.vector_norm(image) < AGAIN_BELOW * before):
+                image = torch.addmv(image, basis.T, basis @ image, alpha=-1)
             self.projected[self.held, : self.held + 1] = inner
             self.projected[: self.held + 1, self.held] = inner
             self.beta = torch.linalg.vector_norm(image)

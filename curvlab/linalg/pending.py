@@ -21,29 +21,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+
+from curvlab.linalg.execution import in_pieces, readable
 
 __all__ = ["Checks", "collected", "explained", "in_pieces", "readable", "require"]
-
-
-def readable(tensor: Tensor) -> bool:
-    """Whether the values of `tensor` can be read: not so for meta and fake tensors.
-
-    >>> readable(torch.ones(2)), readable(torch.ones(2, device="meta"))
-    (True, False)
-    """
-    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
-
-
-def in_pieces(tensor: Tensor) -> bool:
-    """Whether work on `tensor` is cut into pieces that stay in a cache, and reads decide what is computed.
-
-    So it is on the CPU. Elsewhere every piece is a launch and every read a wait.
-
-    >>> in_pieces(torch.ones(2))
-    True
-    """
-    return tensor.device.type in ("cpu", "meta")
 
 
 Judge = Callable[[list[float]], bool | None]

@@ -1,30 +1,50 @@
-"""Steps: matrices that may be held in factors, to be added to a parameter.
+"""Matrices that may be held in factors: the steps added to parameters, and the gradients they come from.
 
     TensorStep     X                            as it is
     RowProduct     X = M H', H' = diag(√c) H    rows in the row space of a Gram factor
     Combination    X = c G + U Z                a multiple of a given matrix and a product of thin ones
     ViewStep       X_g for every matrix of a parameter's view, each a step of its own
+    RowGradient    G = Sᵀ diag(c) H             the gradient E[∇ξ] of a weight, by its rows
 
 Of a row product the coefficients M (n × m) are all that is computed with; the wide dimension of H appears in
 the m × m Gram matrix K = H'H'ᵀ, which is the metric: ⟨M₁H', M₂H'⟩ = tr(M₁ K M₂ᵀ), and in the one product
-that adds X to a parameter. A combination refers to G, which is not copied, and is added in place too.
+that adds X to a parameter. A combination refers to G, which is not copied, and is added in place too. Of a
+gradient H are the layer's inputs and S the gradients at its output (one row of each per row of the batch,
+with weights c that sum to one). `LazyTensors` is the mapping that gradients and the solvers' directions
+share: an entry is formed only when it is read.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isnan, nan
+from typing import Generic, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from curvlab.linalg.execution import FullPrecision, readable
 from curvlab.linalg.factors import COLUMN_CHUNK, GramFactor, frobenius_norm, max_abs
-from curvlab.linalg.precision import FullPrecision
 from curvlab.linalg.views import MatrixView
 
-__all__ = ["Combination", "Matrix", "RowProduct", "Step", "TensorStep", "ViewStep", "add_step", "as_step"]
+__all__ = [
+    "Combination",
+    "Gradient",
+    "LazyTensors",
+    "Matrix",
+    "RowFactor",
+    "RowGradient",
+    "RowProduct",
+    "Step",
+    "TensorStep",
+    "ViewStep",
+    "add_decay",
+    "add_step",
+    "as_step",
+    "view_entry",
+]
 
 
 class Step(FullPrecision, ABC):
@@ -309,3 +329,141 @@ class ViewStep(Step):
 
     def checksum(self) -> Tensor:
         return torch.stack([part.checksum() for part in self.steps]).sum()
+
+
+class Shaped(Protocol):
+    """A tensor, or what forms one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The tensor's shape."""
+
+
+E = TypeVar("E", bound=Shaped)
+
+
+class LazyTensors(FullPrecision, Mapping[str, Tensor], Generic[E]):
+    """{parameter name: tensor}; an entry is formed or copied each time it is read: keep one you need twice.
+
+    What is read is the caller's own: to change it changes nothing here.
+    """
+
+    def __init__(self, entries: Mapping[str, E]) -> None:
+        self._entries = dict(entries)
+
+    def factored(self, name: str) -> E:
+        """The entry as it is held: a tensor, or what forms one."""
+        return self._entries[name]
+
+    @staticmethod
+    @abstractmethod
+    def _form(entry: E) -> Tensor:
+        """The entry as a tensor."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        held = self.factored(name)
+        return held.clone() if isinstance(held, Tensor) else self._form(held)
+
+    def view(self, name: str) -> Tensor:
+        """The entry as a tensor, for who changes nothing: it may be the one that is held."""
+        return self._form(self.factored(name))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries  # a Mapping's own would form the entry to find out
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{name}: {tuple(entry.shape)}" for name, entry in self._entries.items())
+        return f"{type(self).__name__}({shapes})"
+
+
+def view_entry(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    """An entry of any mapping, not copied, for who changes nothing."""
+    return tensors.view(name) if isinstance(tensors, LazyTensors) else tensors[name]
+
+
+# Sums that are this many roundings small are computed again: three digits are right above it.
+CANCELLED = 1e4
+RowFactor = Literal["gradients", "inputs"]
+
+
+@dataclass(frozen=True, eq=False)
+class RowGradient(FullPrecision):
+    """G = Sᵀ diag(c) H for one weight, with S the output gradients' rows and H the inputs'."""
+
+    gradients: GramFactor
+    inputs: GramFactor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The weight's shape."""
+        return (self.gradients.size, self.inputs.size)
+
+    def form(self) -> Tensor:
+        """G itself."""
+        return (self.gradients.rows * self.gradients.root.square()[:, None]).T @ self.inputs.rows
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> RowGradient:
+        """The same gradient with `function`, a conversion or a copy, applied to each of its tensors."""
+        return RowGradient(self.gradients.map(function), self.inputs.map(function))
+
+    def square_norm(self) -> Tensor:
+        """‖G‖² = Σ (S Sᵀ ⊙ H Hᵀ), weighted, with no G.
+
+        Near a stationary point the terms of the sum cancel, but their rounding does not: where too little is
+        left of (Σ ‖s_i‖ ‖h_i‖)² to be trusted, G is formed in float64, a chunk of columns at a time.
+        """
+        left, right = self.gradients.gram, self.inputs.gram
+        total = (left * right).sum()
+        if readable(total):
+            bound = (left.diagonal() * right.diagonal()).clamp(min=0).sqrt().sum().square()
+            if float(total) < CANCELLED * torch.finfo(total.dtype).eps * float(bound):
+                total = self._formed_square_norm().to(total.dtype)
+        return total.clamp(min=0)
+
+    def _formed_square_norm(self) -> Tensor:
+        weighted = (self.gradients.rows * self.gradients.root.square()[:, None]).T.double()
+        chunks = self.inputs.rows.split(COLUMN_CHUNK, dim=1)
+        return torch.stack([(weighted @ chunk.double()).square().sum() for chunk in chunks]).sum()
+
+
+class Gradient(LazyTensors[Tensor | RowGradient]):
+    """{parameter name: E[gradient]}; a weight's entry is formed each time it is read.
+
+    Keep a tensor you need twice; `factored(name)` gives the entry as it is held, not to be changed.
+    """
+
+    @staticmethod
+    def _form(entry: Tensor | RowGradient) -> Tensor:
+        return entry.form() if isinstance(entry, RowGradient) else entry
+
+    def to(self, *args: torch.device | torch.dtype | str, **kwargs: object) -> Gradient:
+        """The same gradient on another device or in another dtype, entries in factors kept so."""
+
+        def convert(tensor: Tensor) -> Tensor:
+            return tensor.to(*args, **kwargs)  # type: ignore[call-overload]
+
+        held = self._entries.items()
+        return Gradient({n: e.map(convert) if isinstance(e, RowGradient) else convert(e) for n, e in held})
+
+    def norm(self) -> Tensor:
+        """‖E[∇ξ]‖ over all parameters, with no weight gradient formed."""
+        squares = [
+            e.square_norm() if isinstance(e, RowGradient) else e.square().sum()
+            for e in self._entries.values()
+        ]
+        return torch.stack(squares).sum().sqrt()
+
+
+def add_decay(gradient: Gradient, parameters: Mapping[str, Tensor], decay: float) -> Gradient:
+    """g + λθ, formed.
+
+    >>> add_decay(Gradient({"w": torch.ones(2)}), {"w": torch.full((2,), 4.0)}, 0.5)["w"]
+    tensor([3., 3.])
+    """
+    return Gradient({name: gradient.view(name) + decay * parameters[name].detach() for name in gradient})

@@ -10,20 +10,16 @@ and `read_interval` how often an iteration should.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
-from statistics import median
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from curvlab.exceptions import SpecError
-from curvlab.linalg.pending import in_pieces, readable
+from curvlab.linalg.execution import has_eigh, in_pieces, read_interval, readable
 
 __all__ = [
     "RandomStates",
@@ -47,7 +43,6 @@ __all__ = [
     "synchronize",
 ]
 
-COST_ROUNDS = 8
 # The largest block by which glibc's malloc raises its thresholds is 32 MiB, page and header included.
 LARGEST_BLOCK = (32 << 20) - (8 << 10)
 
@@ -126,52 +121,6 @@ def memory_bytes(device: torch.device) -> int | None:
         return None
 
 
-@dataclass(frozen=True)
-class HostCosts:
-    """Seconds that the host takes to launch an operation, and to wait for a number."""
-
-    launch: float
-    read: float
-
-
-def read_interval(tensor: Tensor, launches: int = 16, limit: int = 20) -> int:
-    """After how many of `limit` iterations, of so many launches each, convergence is read by the host.
-
-    1 on the CPU, where a read is free, and 0 (never) without values. On an accelerator an iteration that
-    converges anywhere costs n/k reads at an interval of k, and (k - 1)/2 iterations too many:
-
-        k = √(2 n r / (l c))    for n iterations, a read of r seconds, l launches of c seconds
-    """
-    if not readable(tensor):
-        return 0
-    if tensor.device.type == "cpu":
-        return 1
-    costs = host_costs(tensor.device)
-    best = (2 * limit * costs.read / (launches * costs.launch)) ** 0.5
-    return max(1, min(limit, round(best)))
-
-
-@cache
-def host_costs(device: torch.device) -> HostCosts:
-    """What an accelerator costs the host, measured once: the median of a few launches and of a few reads."""
-    with _disable_current_modes():  # nothing for those who count operations or bytes
-        x = torch.ones(1, device=device)
-        clock = getattr(torch.get_device_module(device), "clock", time.perf_counter)
-        launches, reads = [], []
-        for _ in range(COST_ROUNDS):
-            started = clock()
-            for _ in range(COST_ROUNDS):
-                x = x * 1.0
-            launched = clock()
-            synchronize(device)
-            waited = clock()
-            x.item()
-            launches.append((launched - started) / COST_ROUNDS)
-            reads.append(clock() - waited)
-    smallest = 1e-9
-    return HostCosts(max(median(launches), smallest), max(median(reads), smallest))
-
-
 def keep_freed_memory(device: torch.device | str) -> None:
     """Let the host keep what a step frees for the next one, as an accelerator's allocator does.
 
@@ -209,25 +158,6 @@ def has_allocator_statistics(device: torch.device | str) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def has_eigh(tensor: Tensor) -> bool:
-    """Whether the device of `tensor` decomposes symmetric matrices itself; mps does not.
-
-    >>> has_eigh(torch.ones(1))
-    True
-    """
-    return tensor.device.type in ("cpu", "meta") or not readable(tensor) or _has_eigh(tensor.device)
-
-
-@cache
-def _has_eigh(device: torch.device) -> bool:
-    with _disable_current_modes():  # nothing for those who count operations or bytes
-        try:
-            torch.linalg.eigh(torch.eye(2, device=device))
-        except NotImplementedError:
-            return False
-        return True
 
 
 def random_state(device: torch.device | str) -> Tensor | None:

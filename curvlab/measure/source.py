@@ -106,11 +106,13 @@ def _commit(git: Path) -> str | None:
         name = text.removeprefix("ref: ")
         if not name.startswith("refs/") or ".." in name:
             return None
-        text = _first_line(folder / name) or _first_line(common / name) or _packed(common, name)
+        text = (
+            _first_line(folder / name) or _first_line(common / name) or _commit_in_packed_refs(common, name)
+        )
     return None
 
 
-def _packed(common: Path, name: str) -> str:
+def _commit_in_packed_refs(common: Path, name: str) -> str:
     lines = _read(common / "packed-refs", PACKED_REFS).splitlines()
     return next((line[: -len(name) - 1] for line in lines if line.endswith(f" {name}")), "")
 

@@ -214,7 +214,7 @@ def interleaved(
         seconds: dict[str, list[float]] = {name: [] for name in functions}
         processor: dict[str, list[float]] = {name: [] for name in functions}
         for repetition in range(repetitions):
-            for name in _rotated(list(functions), repetition):
+            for name in _rotate(list(functions), repetition):
                 started = process_time()
                 total = seconds_of(name, calls[name])
                 processor[name].append((process_time() - started) / calls[name])
@@ -258,7 +258,7 @@ def _repeat(function: Callable[[], object], calls: int) -> None:
         function()
 
 
-def _rotated(names: list[str], by: int) -> list[str]:
+def _rotate(names: list[str], by: int) -> list[str]:
     by %= max(len(names), 1)
     return names[by:] + names[:by]
 

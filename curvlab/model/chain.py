@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from curvlab.activations import FUNCTIONS, Activation, Identity, LeakyReLU, activation_of, elementwise
 from curvlab.exceptions import ProblemError
 from curvlab.measure import device
-from curvlab.model.network import own_hook
+from curvlab.staleness import own_hook
 
 __all__ = ["ChainLayer", "ChainReader", "ReadChain"]
 

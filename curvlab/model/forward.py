@@ -26,14 +26,15 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from curvlab.exceptions import ProblemError
+from curvlab.linalg.execution import in_float
 from curvlab.linalg.pending import require
-from curvlab.linalg.precision import in_float
 from curvlab.model.chain import ChainReader, ReadChain
 from curvlab.model.layers import Chain, Layer, WatchedUses, layers_of
-from curvlab.model.network import Inputs, Network, example_count, own_hook, tensors_of
+from curvlab.model.network import Inputs, Network, example_count, tensors_of
 from curvlab.model.nodes import NonlinearNode
 from curvlab.model.own_curvature import FurtherNode
 from curvlab.model.watch import Watch, leaves_behind
+from curvlab.staleness import own_hook
 
 __all__ = ["Forward", "check_finite", "run_forward"]
 

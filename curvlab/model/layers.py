@@ -91,11 +91,11 @@ class Layer:
     parameter: Tensor = field(repr=False)
     bias: Tensor | None = field(default=None, repr=False)
     roles: tuple[MatrixRole, ...] = ()
+    selected: bool = field(init=False, repr=False)
+    """Whether any parameter of the layer has a block."""
 
-    @property
-    def selected(self) -> bool:
-        """Whether any parameter of the layer has a block."""
-        return self.weight_name is not None or self.bias_name is not None
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "selected", self.weight_name is not None or self.bias_name is not None)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -29,9 +29,6 @@ is refused where the copy's outputs depend on it.
 from __future__ import annotations
 
 import sys
-import threading
-import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
@@ -45,9 +42,16 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from curvlab.exceptions import ProblemError, StaleError, describe_argument
-from curvlab.linalg.precision import LOW_PRECISION, in_float
+from curvlab.linalg.execution import LOW_PRECISION, in_float
 from curvlab.measure import device
-from curvlab.staleness import Versions
+from curvlab.staleness import (
+    SettingsWatch,
+    Versions,
+    identities,
+    settings_without_modes,
+    structure_key,
+    watch_settings,
+)
 
 __all__ = [
     "DROPOUTS",
@@ -57,8 +61,6 @@ __all__ = [
     "Network",
     "OutputChoice",
     "example_count",
-    "hooks_of",
-    "own_hook",
     "slice_examples",
     "take_examples",
     "tensors_of",
@@ -76,10 +78,11 @@ NAMES_SHOWN = 6
 class Network:
     """A model and those of its parameters that have blocks, by name, in the model's order.
 
-    `left_out` are the trainable parameters that the user's choice of layers leaves without a block. A model
-    in bfloat16 or float16 is worked with in a float32 copy of it, `copied`. `probed` are the structures on
-    which a recording was compared with the model's own gradients, with whether sequences come before examples
-    in them; `later_batches` counts those that were not.
+    `left_out` are the trainable parameters that the user's choice of layers leaves without a block. `given`
+    is the user's own model, to which steps are added; it is `model` unless it is in bfloat16 or float16, when
+    a float32 copy of it is worked with, `copied`. `probed` are the structures on which a recording was
+    compared with the model's own gradients, with whether sequences come before examples in them;
+    `later_batches` counts those that were not.
 
     >>> network = Network.of(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)), ["0"])
     >>> list(network.parameters), network.left_out
@@ -90,12 +93,14 @@ class Network:
     parameters: Mapping[str, Tensor]
     left_out: tuple[str, ...]
     copied: FloatCopy | None = field(default=None, repr=False)
+    given: nn.Module = field(init=False, repr=False)
     tree: tuple[tuple[str, int], ...] = field(init=False, repr=False)
     probed: dict[Hashable, bool] = field(default_factory=dict, init=False, repr=False)
     later_batches: Iterator[int] = field(default_factory=count, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tree", _tree(self.given))
+        object.__setattr__(self, "given", self.model if self.copied is None else self.copied.given)
+        object.__setattr__(self, "tree", identities(self.given))
 
     @classmethod
     def of(
@@ -105,7 +110,7 @@ class Network:
         given = unwrap(model)
         _refuse_scripted(given)
         _check_initialised(given)
-        copied = FloatCopy.of(given, _settings_without_modes)
+        copied = FloatCopy.of(given, settings_without_modes)
         model = given if copied is None else copied.model
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         chosen = trainable if layers is None else _chosen(model, trainable, layers)
@@ -127,11 +132,6 @@ class Network:
         return self.call.model
 
     @property
-    def given(self) -> nn.Module:
-        """The user's own model, to which steps are added; `model` unless that is a copy in float32."""
-        return self.model if self.copied is None else self.copied.given
-
-    @property
     def example(self) -> Tensor:
         """One of the parameters: knows the dtype and the device."""
         return next(iter(self.parameters.values()))
@@ -143,7 +143,7 @@ class Network:
 
     def check_unchanged(self) -> None:
         """Refuse to go on where modules or parameters were replaced, added, removed, frozen or unfrozen."""
-        now = _tree(self.given)
+        now = identities(self.given)
         if now == self.tree:
             if self.copied is not None:
                 self.copied.follow()
@@ -171,20 +171,9 @@ class Network:
                     f'SecondOrder(…, batchnorm="running") takes the curvature with the running ones'
                 )
 
-    def settings_watch(self) -> Callable[[], dict[str, Hashable] | None]:
-        """Gives what a forward may read of its modules beside tensors when called: modes, hooks and settings.
-
-        Numbers, texts and the identities of functions are in it, so that a changed slope, stride, flag or
-        forward is seen, under the module's name; what a module keeps in lists or objects of its own is not
-        looked into. The model is not kept alive: None once it is gone.
-        """
-        model = weakref.ref(self.given)
-
-        def settings() -> dict[str, Hashable] | None:
-            held = model()
-            return None if held is None else _settings(held)
-
-        return settings
+    def settings_watch(self) -> SettingsWatch:
+        """Gives what a forward may read of its modules beside tensors when called."""
+        return watch_settings(self.given)
 
     def has_backward_hooks(self) -> bool:
         """Whether anything may change gradients on their way: what a hook does may change at any time."""
@@ -197,52 +186,7 @@ class Network:
 
     def structure_key(self) -> Hashable:
         """What a forward's code may ask beside its inputs: modules, modes, hooks and dtypes."""
-        return _structure_key(self.given)
-
-
-def _settings(model: nn.Module) -> dict[str, Hashable]:
-    settings: dict[str, Hashable] = {
-        name: (id(p), p.dtype, p.device, p.requires_grad) for name, p in model.named_parameters()
-    }
-    for name, module in model.named_modules():
-        own = list(module.__dict__.items())
-        found = (id(module), *[key for key, _ in own], *[_setting(value) for _, value in own])
-        settings[f"module `{name}`" if name else "the model"] = found
-    settings["global hooks of modules"] = _hook_keys(_global_hooks())
-    return settings
-
-
-def _structure_key(model: nn.Module) -> Hashable:
-    modules = [(id(module), module.training, _hook_keys(hooks_of(module))) for module in model.modules()]
-    kinds = [(id(p), p.dtype, p.device, p.requires_grad) for p in model.parameters()]
-    return tuple(modules), tuple(kinds), _hook_keys(_global_hooks())
-
-
-def own_hook(function: Callable[..., None]) -> Callable[..., None]:
-    """A hook of curvlab's own, which listens to the forwards of the thread that made it, and changes nothing.
-
-    Other threads that use the model at the same time do not hear of it, nor take it for a change of the
-    model.
-    """
-    thread = threading.get_ident()
-
-    def hook(*args: Any) -> None:
-        if threading.get_ident() == thread:
-            function(*args)
-
-    hook.curvlab_own = True  # type: ignore[attr-defined]
-    return hook
-
-
-def _hook_keys(tables: Sequence[Mapping[int, object]]) -> Hashable:
-    # Copied at once, as other threads may add hooks meanwhile.
-    return tuple(
-        [tuple([key for key, hook in list(t.items()) if not _own(hook)]) if t else () for t in tables]
-    )
-
-
-def _own(hook: object) -> bool:
-    return hasattr(hook, "curvlab_own")
+        return structure_key(self.given)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -260,60 +204,6 @@ def unwrap(model: nn.Module) -> nn.Module:
         if not isinstance(inner, nn.Module):
             return model
         model = inner
-
-
-def _tree(model: nn.Module) -> tuple[tuple[str, int], ...]:
-    """The modules and the parameters with their identities; a frozen parameter counts as another one."""
-    modules = tuple((name, id(module)) for name, module in model.named_modules(remove_duplicate=False))
-    parameters = tuple(
-        (name, id(p) if p.requires_grad else -id(p))
-        for name, p in model.named_parameters(remove_duplicate=False)
-    )
-    return modules + parameters
-
-
-# Read at every step, thousands of times in a large model: no isinstance, and no text is made of numbers.
-_PLAIN = frozenset({int, float, str, bool, complex, type(None), torch.Size})
-_TABLES = frozenset({dict, OrderedDict})
-
-
-def _settings_without_modes(model: nn.Module) -> Hashable:
-    """What a copy of the model cannot follow: the attributes of all modules but their modes."""
-    tables = (module.__dict__.items() for module in model.modules())
-    return tuple((key, _setting(value)) for table in tables for key, value in table if key != "training")
-
-
-def _setting(value: object) -> Hashable:
-    """A setting by its value where it is simple, by its identity where it is a function, else by its type."""
-    kind = type(value)
-    if kind in _PLAIN:
-        return kind, value
-    if kind in _TABLES:
-        # Copied at once, as other threads may add hooks meanwhile.
-        return tuple([(key, id(x)) for key, x in list(value.items()) if not _own(x)]) if value else ()  # type: ignore[attr-defined]
-    if kind is tuple:
-        return repr(value)
-    return id(value) if callable(value) else kind.__qualname__
-
-
-def hooks_of(module: nn.Module) -> tuple[Mapping[int, object], ...]:
-    """The hooks of a module, forward and backward."""
-    return (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
-
-
-def _global_hooks() -> tuple[Mapping[int, object], ...]:
-    shared = torch.nn.modules.module
-    return (
-        shared._global_forward_hooks,
-        shared._global_forward_pre_hooks,
-        shared._global_backward_hooks,
-        shared._global_backward_pre_hooks,
-    )
 
 
 def _chosen(model: nn.Module, trainable: Mapping[str, Tensor], layers: Sequence[str]) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 import torch
@@ -24,7 +24,8 @@ from curvlab.criteria import Criterion
 from curvlab.criteria.base import AllWeightsZeroError, LossTerms
 from curvlab.exceptions import ProblemError
 from curvlab.linalg import GramFactor
-from curvlab.linalg.precision import FullPrecision
+from curvlab.linalg.execution import FullPrecision
+from curvlab.linalg.steps import Gradient, RowGradient
 from curvlab.measure import device
 from curvlab.model.forward import Forward, check_finite, run_forward
 from curvlab.model.layers import Chain, Layer
@@ -38,9 +39,11 @@ from curvlab.staleness import example_hashes
 __all__ = [
     "AllWeightsZeroError",
     "ChainRecording",
+    "GradientMean",
     "GraphRecording",
     "LayerRecord",
     "Recording",
+    "gradient_of",
     "record",
 ]
 
@@ -640,3 +643,42 @@ def record(
     inputs_of = tuple(layer.inputs.detach() for layer in read.layers)
     outputs_of = tuple(layer.preactivation.detach() for layer in read.layers)
     return ChainRecording(*given, chain, inputs_of, outputs_of), forward
+
+
+def gradient_of(recording: Recording) -> Gradient:
+    """The gradient of one batch, in factors where a layer sees one row per example."""
+    entries = {name: entry for record in recording.layers for name, entry in _entries(record).items()}
+    if isinstance(recording, GraphRecording):
+        entries |= recording.mean_gradients
+    return Gradient({name: entries[name] for layer in recording.layout for name in layer.names})
+
+
+@dataclass
+class GradientMean:
+    """The gradient over several batches, as running sums: no batch is held."""
+
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    weight: Tensor | None = None
+
+    def add(self, recording: Recording) -> None:
+        """Count a batch with its weight."""
+        weight = recording.total_weight
+        gradient = gradient_of(recording)
+        for name in gradient:
+            counted = gradient.view(name) * weight
+            self.sums[name] = counted if name not in self.sums else self.sums[name].add_(counted)
+        self.weight = weight if self.weight is None else self.weight + weight
+
+    def value(self) -> Gradient:
+        """The mean so far."""
+        assert self.weight is not None
+        return Gradient({name: total / self.weight for name, total in self.sums.items()})
+
+
+def _entries(record: LayerRecord) -> dict[str, Tensor | RowGradient]:
+    entries: dict[str, Tensor | RowGradient] = {}
+    if record.layer.weight_name is not None:
+        entries[record.layer.weight_name] = RowGradient(record.gradients, record.inputs)
+    if record.layer.bias_name is not None:
+        entries[record.layer.bias_name] = record.gradients.mean
+    return entries

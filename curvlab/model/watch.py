@@ -317,7 +317,7 @@ class Watch(TorchFunctionMode):
         """The use of one argument, and which dimension of the output holds the examples.
 
         That is the first one, (B, …) or folded (B·T, …); or the second of a sequence, (T, B, …), where the
-        first cannot be, or where `sequences_first` says so.
+        first cannot be, or where `sequences_first` is true.
         """
         count = self._examples
         second = output.ndim >= 2 and output.shape[1] == count

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from curvlab.criteria.base import LossTerms
 from curvlab.exceptions import ProblemError
-from curvlab.gradient import Gradient
+from curvlab.linalg.steps import Gradient
 from curvlab.model.network import uses_batch
 from curvlab.problem import Problem
 

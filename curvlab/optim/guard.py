@@ -16,8 +16,9 @@ from torch import Tensor
 
 from curvlab.exceptions import SolveError
 from curvlab.linalg import Step
+from curvlab.linalg.execution import in_pieces
 from curvlab.linalg.factors import max_abs
-from curvlab.linalg.pending import in_pieces, require
+from curvlab.linalg.pending import require
 from curvlab.linalg.steps import add_step
 from curvlab.solvers.solution import Solution, Status, check_parameters
 

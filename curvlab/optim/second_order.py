@@ -35,9 +35,9 @@ from curvlab.defaults import STEP_ALPHA, STEP_LR, STEP_PROVIDER, STEP_SOLVER
 from curvlab.distributed.agreement import adopt_first_rank, agree
 from curvlab.distributed.communicator import communicator_of
 from curvlab.exceptions import ProblemError, SpecError
-from curvlab.gradient import Gradient
+from curvlab.linalg.execution import full_precision
 from curvlab.linalg.pending import collected
-from curvlab.linalg.precision import full_precision
+from curvlab.linalg.steps import Gradient
 from curvlab.measure.device import keep_freed_memory, readable
 from curvlab.model.network import Network, unwrap
 from curvlab.optim.average import average, kept
@@ -58,8 +58,8 @@ from curvlab.providers.estimate import Chosen, estimate_jointly, gradient_for
 from curvlab.providers.registry import providers
 from curvlab.solvers import Solution, solve
 from curvlab.solvers.base import Solver
-from curvlab.solvers.damping import Mixed
 from curvlab.solvers.registry import solvers
+from curvlab.solvers.systems import Mixed
 from curvlab.specs import check_number
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class SecondOrder(torch.optim.Optimizer):
             is about -g/α; for 0.05 that is so, at the start, in six of the eight layers of the paper's
             CIFAR-10 network, and they hardly move.
         params: parameters or parameter groups to train; all by default.
-        momentum: factor of the running sum of directions (formed: one buffer a parameter).
+        momentum: factor of the running sum of directions (formed: one buffer per parameter).
         spring: factor of the last direction in the SPRING momentum (formed as well); not together with
             `momentum`. Made for curvatures of few rows, `structure=layer` with solver `exact`.
         weight_decay: decoupled weight decay.

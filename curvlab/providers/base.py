@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import ClassVar, Literal, cast
 
 from torch import Tensor
@@ -36,8 +37,7 @@ from curvlab.problem import Problem
 from curvlab.providers.example_rows import groups_of
 from curvlab.providers.sides import MAX_FACTOR, Sharing, Sides
 from curvlab.providers.statistics import Inputs, OutputProducts, Statistic, Values, input_statistic
-from curvlab.registry import INTERFACE
-from curvlab.specs import check_choices
+from curvlab.specs import INTERFACE, check_choices
 from curvlab.staleness import Versions, change_message
 
 __all__ = [
@@ -366,6 +366,11 @@ class ProblemSnapshot:
             recording = self.problem.recording()
             yield recording, recording.row_weights
             return
-        total = sum(recording.total_weight for recording in self.problem.recordings())
+        total = self._total_weight
         for recording in self.problem.recordings():
             yield recording, recording.weights / total
+
+    @cached_property
+    def _total_weight(self) -> Tensor:
+        """Σ c_i of a stream, from one pass: every product has the same."""
+        return self.problem.total_weight()

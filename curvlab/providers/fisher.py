@@ -50,7 +50,7 @@ class Fisher(RowFields):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.samples < 1:
-            raise SpecError(f"samples={self.samples}: at least one draw an example is needed")
+            raise SpecError(f"samples={self.samples}: at least one draw per example is needed")
 
     def check(self, problem: Problem, name: str) -> None:
         super().check(problem, name)

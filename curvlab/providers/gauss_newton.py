@@ -152,17 +152,17 @@ def _exact(context: Context, name: str) -> Curvature:
 def _exact_operator(context: Context, name: str, coupled: bool) -> Curvature:
     """The exact matrix of any model, by products with it."""
     problem = context.problem
-    operator = ModelOperator(problem, "gauss_newton")
+    operator, at_once = ModelOperator(problem, "gauss_newton"), products_at_once(problem)
     return Curvature(
         name,
         problem.criterion.name,
         operator.layers(),
         _known(problem.criterion) or _measured_examples(*context.tensors(SPECTRUM)),
-        full_product=operator.full_product if coupled else None,
+        full_product=operator.whole_product(at_once) if coupled else None,
         versions=problem.versions,
         live=True,
         structure="full" if coupled else "block",
-        products_at_once=products_at_once(problem),
+        products_at_once=at_once,
     )
 
 

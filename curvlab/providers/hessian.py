@@ -32,11 +32,13 @@ from curvlab.curvature_layers import LayerCurvature, layer_from_parts
 from curvlab.exceptions import ProblemError, SpecError
 from curvlab.linalg import DenseFactor, OperatorBlock, eigvalsh, signed_difference
 from curvlab.linalg.factors import row_square_norms, symmetric_product
+from curvlab.linalg.flat import WholeProduct
 from curvlab.measure import device
 from curvlab.model.layers import Chain
 from curvlab.model.recording import ChainRecording, Recording
 from curvlab.problem import Problem
 from curvlab.providers.base import Context, ProblemSnapshot, Provider, check_draws, example_layers
+from curvlab.providers.chain_products import ChainProducts
 from curvlab.providers.hessian_rows import HessianRows
 from curvlab.providers.operators import ModelOperator, products_at_once
 from curvlab.providers.statistics import Statistic, Values
@@ -58,7 +60,7 @@ UNKNOWN = Definiteness(False, "a Hessian may have negative eigenvalues")
 
 
 def chunks(recording: ChainRecording, lowest: int = 0) -> Iterator[slice]:
-    """Slices of the examples, small enough that one matrix an example fits in `CHUNK_BYTES`."""
+    """Slices of the examples, small enough that one matrix per example fits in `CHUNK_BYTES`."""
     widths = [layer.out_features for layer in recording.chain.layers[lowest:]]
     per_example = 3 * max(widths) ** 2 * recording.logits.element_size()
     size = max(1, CHUNK_BYTES // per_example)
@@ -149,6 +151,7 @@ class ChainHessian:
         self.snapshot = ProblemSnapshot.of(problem)
         self.layers = problem.layers
         self.positions = [chain.layers.index(layer) for layer in self.layers]
+        self._held: ChainProducts | None = None
 
     def batches(self) -> Iterator[tuple[ChainRecording, Tensor]]:
         """Each batch's recording, with its rows' weights in the mean over all."""
@@ -187,13 +190,39 @@ class ChainHessian:
                 total += (2 if symmetric and b < a else 1) * pairs.sum().cpu().double()
         return total.to(h_left)
 
-    def full_product(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The Hessian of the mean loss over all selected parameters, cross-layer blocks included."""
-        results: dict[str, Tensor] = {}
+    def whole_product(self, at_once: int) -> WholeProduct:
+        """The Hessian of the mean loss over all selected parameters, cross-layer blocks included.
+
+        Of several vectors `at_once` go through a recording together.
+        """
+
+        def several(vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            count = len(next(iter(vectors.values())))
+            parts = [slice(start, start + at_once) for start in range(0, count, at_once)]
+            sums: list[dict[str, Tensor]] = []
+            for products in self._products():
+                found = [products.of({name: x[part] for name, x in vectors.items()}) for part in parts]
+                sums = [add_in_place(*pair) for pair in zip(sums, found, strict=True)] if sums else found
+            return {name: torch.cat([one[name] for one in sums]) for name in sums[0]}
+
+        return WholeProduct(several=several)
+
+    def _products(self) -> Iterator[ChainProducts]:
+        """Those of each recording; a single batch's are kept."""
+        if self._held is not None:
+            self.snapshot.check_unchanged()
+            yield self._held
+            return
         for recording, weights in self.batches():
-            for name, value in _full_product(recording, weights, vectors).items():
-                results[name] = value if name not in results else results[name].add_(value)
-        return results
+            made = ChainProducts(recording, weights)
+            if not self.snapshot.problem.streamed:
+                self._held = made
+            yield made
+
+
+def add_in_place(total: dict[str, Tensor], more: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The named tensors with others of the same names added."""
+    return {name: value.add_(more[name]) for name, value in total.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -234,61 +263,6 @@ class _Weight:
     def block(self) -> OperatorBlock:
         shape = (self.like.shape[0], self.like.shape[1])
         return OperatorBlock(shape, self.product, self.like, 0, self.diagonal, self.trace, self.square_norm)
-
-
-def _full_product(
-    recording: ChainRecording, weights: Tensor, vectors: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """The R-operator: perturb all parameters along `vectors`, differentiate the gradient."""
-    layers = recording.chain.layers
-    along_h: Tensor | None = None
-    inputs_along: list[Tensor | None] = []
-    outputs_along: list[Tensor] = []
-    for index, layer in enumerate(layers):
-        inputs_along.append(along_h)
-        z = torch.zeros_like(recording.preactivations[index])
-        if layer.weight_name is not None:
-            z = z + recording.inputs[index] @ vectors[layer.weight_name].T
-        if layer.bias_name is not None:
-            z = z + vectors[layer.bias_name]
-        if along_h is not None:
-            z = z + along_h @ layer.weight.T
-        outputs_along.append(z)
-        if index < len(recording.activation_slopes):
-            along_h = z * recording.activation_slopes[index]
-    return _full_backward(recording, weights, vectors, inputs_along, outputs_along)
-
-
-def _full_backward(
-    recording: ChainRecording,
-    weights: Tensor,
-    vectors: Mapping[str, Tensor],
-    inputs_along: list[Tensor | None],
-    outputs_along: list[Tensor],
-) -> dict[str, Tensor]:
-    layers = recording.chain.layers
-    results: dict[str, Tensor] = {}
-    back = recording.criterion.hessian_products(recording.logits, recording.targets, outputs_along[-1])
-    for index in range(len(layers) - 1, -1, -1):
-        layer, gradient = layers[index], recording.gradients[index]
-        if layer.bias_name is not None:
-            results[layer.bias_name] = weights @ back
-        if layer.weight_name is not None:
-            product = (back * weights[:, None]).T @ recording.inputs[index]
-            perturbed = inputs_along[index]
-            if perturbed is not None:
-                product = product + (gradient * weights[:, None]).T @ perturbed
-            results[layer.weight_name] = product
-        if index:
-            error = back @ layer.weight
-            if layer.weight_name is not None:
-                error = error + gradient @ vectors[layer.weight_name]
-            back = error * recording.activation_slopes[index - 1]
-            term = recording.second_order_terms[index - 1]
-            if term is not None:
-                back = back + term * outputs_along[index - 1]
-    order = [name for layer in layers for name in (layer.weight_name, layer.bias_name) if name is not None]
-    return {name: results[name] for name in order}
 
 
 @dataclass(frozen=True)
@@ -359,6 +333,7 @@ class Hessian(Provider):
         if self.kind == "rows":
             return self._of_rows(context, name)
         operator: ChainHessian | ModelOperator
+        at_once = products_at_once(problem)
         layers: tuple[LayerCurvature, ...]
         if problem.chain is None:
             operator = ModelOperator(problem, "hessian")
@@ -374,11 +349,11 @@ class Hessian(Provider):
             layers,
             definiteness,
             exact=True,
-            full_product=operator.full_product if self.coupled else None,
+            full_product=operator.whole_product(at_once) if self.coupled else None,
             versions=problem.versions,
             live=True,
             structure="full" if self.coupled else "block",
-            products_at_once=products_at_once(problem),
+            products_at_once=at_once,
         )
 
     def _of_rows(self, context: Context, name: str) -> Curvature:

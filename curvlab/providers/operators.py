@@ -9,7 +9,8 @@ that each further product is one or two backward passes; a stream is run again f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Literal, Protocol
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from curvlab.curvature_layers import OperatorLayer
 from curvlab.linalg import OperatorBlock
+from curvlab.linalg.flat import WholeProduct
 from curvlab.model.double_backward import graph_entries
 from curvlab.model.products import BatchProducts, ModelProducts
 from curvlab.model.recording import ChainRecording, GraphRecording
@@ -45,6 +47,10 @@ def products_at_once(problem: Problem) -> int:
         assert isinstance(recording, GraphRecording)
         entries = graph_entries(recording.forward.logits)
     return min(MOST_AT_ONCE, max(1, ENTRIES_AT_ONCE // max(entries, 1)))
+
+
+def _joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 class WeightedBatch(Protocol):
@@ -101,6 +107,42 @@ class ModelOperator:
     def full_product(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """All blocks at once, cross blocks included."""
         return self.products({name: vectors[name] for name in self._names()})
+
+    def whole_product(self, at_once: int) -> WholeProduct:
+        """The same, and with several vectors: the model runs once on a batch for all of them.
+
+        `at_once` of them share a batched backward pass, where torch can batch all of it.
+        """
+
+        def several(vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            named = {name: vectors[name] for name in self._names()}
+            sums: dict[str, Tensor] = {}
+            weights = []
+            for batch in self._batches():
+                found = self._several_of_batch(batch, named, at_once)
+                sums = found if not sums else {name: sums[name] + value for name, value in found.items()}
+                weights.append(batch.total_weight)
+            total = torch.stack(weights).sum()
+            return {name: value.div_(total) for name, value in sums.items()}
+
+        return WholeProduct(several, self.full_product)
+
+    def _several_of_batch(
+        self, batch: WeightedBatch, vectors: Mapping[str, Tensor], at_once: int
+    ) -> dict[str, Tensor]:
+        count = len(next(iter(vectors.values())))
+
+        def part(start: int, stop: int) -> dict[str, Tensor]:
+            return {name: vector[start:stop] for name, vector in vectors.items()}
+
+        if at_once > 1 and count > 1:
+            batched = torch.vmap(lambda several: self._of_batch(batch, several))
+            # What torch cannot batch is done by the loop below, which also raises errors of any other reason.
+            with suppress(RuntimeError):
+                starts = range(0, count, at_once)
+                return _joined([batched(part(start, start + at_once)) for start in starts])
+        ones = [self._of_batch(batch, {name: v[i] for name, v in vectors.items()}) for i in range(count)]
+        return {name: torch.stack([one[name] for one in ones]) for name in ones[0]}
 
     def _names(self) -> list[str]:
         return [name for layer in self.problem.layers for name in layer.names]

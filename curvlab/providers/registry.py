@@ -7,7 +7,7 @@ from curvlab.providers.fisher import Fisher
 from curvlab.providers.gauss_newton import GaussNewton
 from curvlab.providers.hessian import Hessian
 from curvlab.providers.pch import PCH
-from curvlab.registry import Registry
+from curvlab.specs import Registry
 
 __all__ = ["providers"]
 

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from curvlab.criteria import Criterion
 from curvlab.exceptions import ProblemError
-from curvlab.gradient import RowFactor
 from curvlab.linalg import DenseFactor, ExampleFactor, Factor, GramFactor, eigvalsh, gram
 from curvlab.linalg.factors import DiagonalFactor, InputFactors, diagonal_beyond
+from curvlab.linalg.steps import RowFactor
 from curvlab.model.layers import Layer
 from curvlab.model.nodes import Cotangent, NodeInput
 from curvlab.model.recording import ChainRecording, GraphRecording, Recording
@@ -70,7 +70,7 @@ Values = tuple[Tensor | Factor | InputFactors, ...]
 
 
 class Statistic(ABC):
-    """A mean over the rows of a batch: one value a layer, or one for the output.
+    """A mean over the rows of a batch: one value per layer, or one for the output.
 
     A value is a tensor, which is averaged over batches, a factor (of a `GramFactor` the rows are joined), or
     a layer's `InputFactors`, which are both. `row_factor` is set where its Gram factors are, layer by layer,

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
         pareto_scatter,
         residual_curves,
     )
+    from curvlab.report.pages import write_report
     from curvlab.report.recommendation import Recommendation, recommend
     from curvlab.report.theme import DARK, LIGHT, Look, Theme
-    from curvlab.report.write import write_report
 
 __all__ = [
     "DARK",
@@ -49,7 +49,7 @@ _MODULES = {
     "Recommendation": "recommendation",
     "Theme": "theme",
     "recommend": "recommendation",
-    "write_report": "write",
+    "write_report": "pages",
 }
 
 

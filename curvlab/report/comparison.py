@@ -17,8 +17,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from curvlab import specs
-from curvlab.exceptions import ArgumentError
+from curvlab.exceptions import ArgumentError, unknown_name
 from curvlab.studies.compare import folder, run
 from curvlab.studies.compare.frames import Comparison
 from curvlab.studies.compare.run import Progress
@@ -44,7 +43,7 @@ class ShownComparison(Comparison):
 
     @property
     def answer(self) -> str:
-        """The answer in words: the headline, then one paragraph a line."""
+        """The answer in words: the headline, then one paragraph per line."""
         return self.recommendation.text
 
     def figure(self, name: str) -> Axes:
@@ -55,18 +54,18 @@ class ShownComparison(Comparison):
         content = content_of(self)
         drawings = {one.name: one for section in content.sections for one in section.drawings}
         if name not in drawings:
-            raise ArgumentError(str(specs.unknown("figure", name, drawings)))
+            raise ArgumentError(str(unknown_name("figure", name, drawings)))
         return drawings[name].draw(content.look(LIGHT))
 
     def report(self, folder: str | Path) -> Path:
         """Write report.html, report.md and the figures into the folder; the path of the page."""
-        from curvlab.report.write import write_report
+        from curvlab.report.pages import write_report
 
         return write_report(self, folder)
 
     def _repr_html_(self) -> str:
         from curvlab.report.content import content_of
-        from curvlab.report.html import html_fragment
+        from curvlab.report.pages import html_fragment
 
         return html_fragment(content_of(self))
 

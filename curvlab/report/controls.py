@@ -24,9 +24,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from curvlab.report.numbers import digits, percent
+from curvlab.report.numbers import digits, join_names, percent
 from curvlab.report.pareto import Candidate
-from curvlab.report.words import join_names
 from curvlab.studies.compare.decisions import ALONE, Decision, below_control
 from curvlab.studies.compare.points import Point
 from curvlab.studies.compare.timing import decide_times

@@ -26,6 +26,7 @@ __all__ = ["png", "svg"]
 # Text stays text: it can be selected, read aloud and set in the page's own font.
 SETTINGS = {"svg.fonttype": "none", "svg.hashsalt": "curvlab"}
 REFERENCE = re.compile(r"^#([^#]+)$|url\(#([^)]+)\)")
+PAGE_VARIABLES = PAGE.variables()
 NO_METADATA = {"Creator": None, "Date": None, "Format": None, "Type": None}
 
 
@@ -65,7 +66,7 @@ def _in_page(value: str, name: str) -> str:
         if value.startswith("#") or "url(#" in value
         else value
     )
-    for variable, colour in PAGE.variables().items():
+    for variable, colour in PAGE_VARIABLES.items():
         value = value.replace(colour, f"var(--{variable})")
     return value
 
@@ -128,13 +129,13 @@ def _attributes(element: Element, used: Collection[str]) -> dict[str, str]:
             value = re.sub(r"\s*font-family: [^;]*(?:;|$)", "", value)
             found[key] = re.sub(r"([;:])\s+", r"\1", value).strip()
         elif key == "d":
-            found[key] = re.sub(r"\s*([A-Za-z])\s*", r"\1", _rounded(value)).strip()
+            found[key] = re.sub(r"\s*([A-Za-z])\s*", r"\1", _round_numbers(value)).strip()
         elif key in ("x", "y", "width", "height", "transform", "points"):
-            found[key] = _rounded(value)
+            found[key] = _round_numbers(value)
     return found
 
 
-def _rounded(numbers: str) -> str:
+def _round_numbers(numbers: str) -> str:
     return re.sub(
         r"-?\d+\.\d+(?![\de])", lambda found: f"{float(found[0]):.2f}".rstrip("0").rstrip("."), numbers
     )

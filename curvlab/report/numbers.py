@@ -1,4 +1,4 @@
-"""Numbers as people read them: three digits, one unit per column, and a dash where nothing is known.
+"""Numbers and names as people read them: three digits, one unit per column, lists in words.
 
 The terminal and the page write every number of a `Column` by these functions.
 """
@@ -6,7 +6,7 @@ The terminal and the page write every number of a `Column` by these functions.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from curvlab.studies.schema import ColumnKind
@@ -17,13 +17,17 @@ __all__ = [
     "byte_unit",
     "byte_words",
     "column_unit",
+    "count_words",
     "digits",
+    "join_names",
     "number_words",
     "percent",
     "second_unit",
     "second_words",
+    "sentence",
     "with_spread",
 ]
+
 
 MISSING = "–"
 SECONDS = ((1e-6, "µs"), (1e-3, "ms"), (1.0, "s"))
@@ -162,3 +166,27 @@ def _unit(values: Iterable[float], units: tuple[tuple[float, str], ...]) -> Unit
     typical = known[len(known) // 2] if known else 1.0
     fitting = [unit for unit in units if unit[0] <= typical]
     return Unit(*(fitting[-1] if fitting else units[0]))
+
+
+def join_names(names: Sequence[str], last: str = "and") -> str:
+    """Names as a list in words.
+
+    >>> join_names(["a", "b", "c"])
+    'a, b and c'
+    """
+    names = list(names)
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} {last} {names[-1]}"
+
+
+def count_words(count: int, noun: str) -> str:
+    """A count with its noun.
+
+    >>> count_words(1, "pair"), count_words(3, "pair")
+    ('1 pair', '3 pairs')
+    """
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def sentence(text: str) -> str:
+    """The text, ended by a full stop."""
+    return text if text.endswith((".", "!", "?")) else text + "."

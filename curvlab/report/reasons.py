@@ -9,9 +9,8 @@ import pandas as pd
 
 from curvlab.report.controls import Evidence
 from curvlab.report.measures import ANGLE, CURVATURE, LOSS, STEP, Measure, curvature_words
-from curvlab.report.numbers import digits, percent, second_words
+from curvlab.report.numbers import count_words, digits, join_names, percent, second_words, sentence
 from curvlab.report.pareto import Candidate, candidates, zero_step_pairs
-from curvlab.report.words import count_words, join_names, sentence
 from curvlab.studies.compare.timing import ROUNDS
 
 __all__ = [

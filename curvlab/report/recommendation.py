@@ -19,6 +19,7 @@ import pandas as pd
 
 from curvlab.report.controls import Evidence, control_words, damping_words
 from curvlab.report.measures import Measure, measure_of
+from curvlab.report.numbers import join_names
 from curvlab.report.pareto import Candidate, candidates, front, level_with, zero_step_pairs
 from curvlab.report.reasons import (
     NOISE,
@@ -37,7 +38,6 @@ from curvlab.report.reasons import (
     worst_layer,
 )
 from curvlab.report.training import Run, leaders, runs, training_words
-from curvlab.report.words import join_names
 
 __all__ = ["Recommendation", "recommend"]
 

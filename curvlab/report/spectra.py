@@ -9,9 +9,9 @@ from matplotlib.axes import Axes
 from curvlab.report.content import Answer, Content, Drawing, Section
 from curvlab.report.figures.axes import dress, get_axes, log_axis
 from curvlab.report.numbers import digits
+from curvlab.report.pages import write_pages
 from curvlab.report.tables import frame_table, mapping_table
 from curvlab.report.theme import Look
-from curvlab.report.write import write_pages
 from curvlab.studies.small.spectra import SpectrumStudy
 
 __all__ = ["spectrum_content", "write_spectrum"]

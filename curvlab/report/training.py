@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from curvlab.report.numbers import digits, second_words
-from curvlab.report.words import count_words, join_names, sentence
+from curvlab.report.numbers import count_words, digits, join_names, second_words, sentence
 from curvlab.studies.compare.decisions import decide
 from curvlab.studies.train.columns import RATES, rate_words
 
@@ -271,7 +270,7 @@ def _race_run(name: str, group: pd.DataFrame) -> Run:
     losses = tuple(_loss(seed, "test_loss") for seed in seeds)
     within = tuple(float(seed["loss_in_time"].iloc[-1]) for seed in seeds)
     return Run(
-        **_named(name, group),
+        **_identity_of(name, group),
         epochs=float(group["epoch"].max()),
         seconds=float(np.median([_end(seed) for seed in seeds])),
         loss=float(np.median(losses)),
@@ -287,7 +286,7 @@ def _race_run(name: str, group: pd.DataFrame) -> Run:
 def _run(name: str, group: pd.DataFrame, budget: float) -> Run:
     within = group[(group["seconds"] <= budget) & (group["epoch"] > 0)]
     return Run(
-        **_named(name, group),
+        **_identity_of(name, group),
         epochs=float(group["epoch"].max()),
         seconds=_end(group),
         loss=_loss(group),
@@ -296,7 +295,7 @@ def _run(name: str, group: pd.DataFrame, budget: float) -> Run:
     )
 
 
-def _named(name: str, group: pd.DataFrame) -> dict[str, Any]:
+def _identity_of(name: str, group: pd.DataFrame) -> dict[str, Any]:
     rates = {one.name: float(group[one.name].iloc[0]) for one in RATES if one.name in group}
     return {
         "optimizer": name,

@@ -18,10 +18,9 @@ import pandas as pd
 
 from curvlab.report.content import Answer, Content, Drawing, Section
 from curvlab.report.figures import convergence_curves
-from curvlab.report.numbers import digits, percent
+from curvlab.report.numbers import digits, join_names, percent
 from curvlab.report.tables import convergence_table
 from curvlab.report.theme import Look
-from curvlab.report.words import join_names
 from curvlab.reproduce.experiment import Experiment, ExperimentTask, Outcome, Places, Show, rows_of
 from curvlab.reproduce.subjects import Options, Role, Scale, subject
 from curvlab.studies.store import Store

@@ -189,14 +189,14 @@ def _bootstrap(runs: list[np.ndarray]) -> tuple[float, float]:
         chosen = generator.integers(len(runs), size=DRAWS)
         for index, run in enumerate(runs):
             drawn = chosen == index
-            held[drawn] += _resampled(run, int(drawn.sum()), generator).sum(axis=1)
+            held[drawn] += _resample_blocks(run, int(drawn.sum()), generator).sum(axis=1)
             counted[drawn] += len(run)
     tail = (1 - LEVEL) / 2
     low, high = np.quantile(held / counted, [tail, 1 - tail])
     return float(low), float(high)
 
 
-def _resampled(run: np.ndarray, draws: int, generator: np.random.Generator) -> np.ndarray:
+def _resample_blocks(run: np.ndarray, draws: int, generator: np.random.Generator) -> np.ndarray:
     """`draws` samples of as many points, in circular blocks of √n consecutive ones."""
     length = ceil(sqrt(len(run)))
     starts = generator.integers(len(run), size=(draws, ceil(len(run) / length)))

@@ -21,10 +21,9 @@ from matplotlib.ticker import MaxNLocator
 
 from curvlab.report.content import Answer, Content, Drawing, Section
 from curvlab.report.figures.axes import FONT, dress, log_axis, shorten
-from curvlab.report.numbers import MISSING, digits, percent
+from curvlab.report.numbers import MISSING, digits, join_names, percent
 from curvlab.report.tables import Entry, Table
 from curvlab.report.theme import Look
-from curvlab.report.words import join_names
 from curvlab.reproduce.error_statistics import INNER, PHASES, ROUNDING, averages, share_of, with_phases
 from curvlab.reproduce.error_trajectory import PROVIDERS, Sampling, Trajectory, errors_frame
 from curvlab.reproduce.experiment import Experiment, ExperimentTask, Outcome, rows_of
@@ -70,7 +69,7 @@ def average_table(means: pd.DataFrame, printed: pd.DataFrame, column: str, capti
             value = ours.loc[(provider, layer)]
             row.append(_with_deviation(float(value[column]), float(value[f"{column}_deviation"])))
             if provider in in_paper:
-                row.append(_printed(paper, provider, layer))
+                row.append(_entry_of_the_paper(paper, provider, layer))
         rows.append(tuple(row))
     return Table(caption, tuple(heads), tuple(numeric), tuple(rows), sortable=False)
 
@@ -82,7 +81,7 @@ def _with_deviation(mean: float, deviation: float) -> Entry:
     return Entry(digits(mean) + spread, mean)
 
 
-def _printed(paper: pd.Series, provider: str, layer: object) -> Entry:
+def _entry_of_the_paper(paper: pd.Series, provider: str, layer: object) -> Entry:
     if (provider, layer) not in paper.index:
         return Entry(MISSING)
     value = float(paper.loc[(provider, layer)])  # type: ignore[index]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from curvlab import specs
+from curvlab.exceptions import unknown_name
 from curvlab.reproduce.curve_claims import (
     Choice,
     best_claim,
@@ -192,5 +192,5 @@ def experiment_named(name: str) -> Experiment:
     """The experiment; an unknown name is an error that lists the known ones and the nearest."""
     known = experiments()
     if name not in known:
-        raise specs.unknown("experiment", name, known)
+        raise unknown_name("experiment", name, known)
     return known[name]

@@ -6,10 +6,10 @@ from collections import Counter
 from pathlib import Path
 
 from curvlab.report.content import Answer, Content, Section
+from curvlab.report.numbers import join_names
+from curvlab.report.pages import write_pages
 from curvlab.report.tables import Entry, Table
 from curvlab.report.theme import Look
-from curvlab.report.words import join_names
-from curvlab.report.write import write_pages
 from curvlab.reproduce.experiment import Claim, Experiment, Frames, Judgement
 from curvlab.reproduce.experiments import claims, experiments
 from curvlab.reproduce.provenance import BANNER, Provenance
@@ -36,7 +36,7 @@ def write_findings(output: str | Path, options: Options) -> Path:
     for name, experiment in experiments().items():
         if not known.get(name):
             continue
-        frames, provenance = _measured(experiment, output / name, options)
+        frames, provenance = _load_frames(experiment, output / name, options)
         results = [claim.judge(frames) for claim in known[name]]
         counts.update(result.verdict for result in results)
         sections.append(_section(experiment, frames, provenance, known[name], results))
@@ -53,7 +53,7 @@ def write_findings(output: str | Path, options: Options) -> Path:
     return write_pages(content, output, "findings")
 
 
-def _measured(experiment: Experiment, folder: Path, options: Options) -> tuple[Frames, Provenance]:
+def _load_frames(experiment: Experiment, folder: Path, options: Options) -> tuple[Frames, Provenance]:
     """The frames of an experiment, none where it has not run, and what they were measured on."""
     work = work_folder(folder)
     if not (work / "results.jsonl").exists():

@@ -171,7 +171,7 @@ def _problem(task: GrowthTask) -> Problem:
     return Problem(model, "cross-entropy", inputs, targets, layers=["0"])
 
 
-def _passed(problem: Problem) -> Problem:
+def _run_passes(problem: Problem) -> Problem:
     """The same problem after its forward and backward pass, and nothing more."""
     again = fresh(problem)
     again.gradient()
@@ -179,7 +179,7 @@ def _passed(problem: Problem) -> Problem:
 
 
 def _curvature_work(task: GrowthTask, problem: Problem) -> Work:
-    passed = _passed(problem)
+    passed = _run_passes(problem)
 
     def call() -> object:
         curvature = estimate(task.subject, passed)
@@ -190,7 +190,7 @@ def _curvature_work(task: GrowthTask, problem: Problem) -> Work:
 
 
 def _solve_work(task: GrowthTask, problem: Problem) -> Work:
-    passed = _passed(problem)
+    passed = _run_passes(problem)
     curvature, gradient = estimate("pch-1", passed), passed.gradient()
     (layer,) = curvature.layers
     assert layer.output is not None
@@ -278,11 +278,11 @@ def card_frame(
     [['kfi', 'textbook', False], ['kfi', 'sample-space', True], ['sgd', 'momentum 0.9', True]]
     """
     planned = plan(setup, [provider], solvers, forms=FORMS[::-1], memory=card)
-    rows = [_planned(row, torch.finfo(setup.torch_dtype).bits // 8) for row in planned.to_dict("records")]
+    rows = [_planned_row(row, torch.finfo(setup.torch_dtype).bits // 8) for row in planned.to_dict("records")]
     return pd.DataFrame([*rows, _sgd(setup, bytes_of(card))])
 
 
-def _planned(row: dict[Any, Any], element_size: int) -> dict[str, Any]:
+def _planned_row(row: dict[Any, Any], element_size: int) -> dict[str, Any]:
     shape = row["largest"].partition(" ")[0]
     return {
         "provider": row["provider"],

@@ -22,10 +22,9 @@ from matplotlib.lines import Line2D
 from curvlab.measure.source import source_hash
 from curvlab.report.content import Answer, Content, Drawing, Section
 from curvlab.report.figures.axes import FONT, dress, log_axis
-from curvlab.report.numbers import digits
+from curvlab.report.numbers import digits, join_names
 from curvlab.report.tables import Entry, Table
 from curvlab.report.theme import LIGHT, MARKERS, Look, Theme
-from curvlab.report.words import join_names
 from curvlab.reproduce.experiment import (
     Claim,
     Experiment,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from curvlab.measure.source import distinct_sources, mixed_sources
 from curvlab.report.content import Content
-from curvlab.report.words import join_names
+from curvlab.report.numbers import join_names
 from curvlab.reproduce.experiment import ENVIRONMENT, Frames
 from curvlab.reproduce.subjects import SMOKE, Options
 from curvlab.studies.store import Store, key_of

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from curvlab.files import write_text_atomic
 from curvlab.measure.environment import environment
-from curvlab.report.write import write_pages
+from curvlab.report.pages import write_pages
 from curvlab.reproduce.experiment import ENVIRONMENT, Experiment, ExperimentTask, Outcome, Places, Show
 from curvlab.reproduce.experiments import experiment_named
 from curvlab.reproduce.provenance import Provenance, record_scale

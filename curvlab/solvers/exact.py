@@ -25,11 +25,16 @@ from curvlab.linalg.factors import InputKind
 from curvlab.linalg.inverse import NotFiniteError, NotPositiveDefiniteError
 from curvlab.measure import device
 from curvlab.solvers.base import Guidance, LayerDirection, LayerGradient, Solver
-from curvlab.solvers.cost_model import Eigen, choose_coordinates
-from curvlab.solvers.damping import Damping
-from curvlab.solvers.input_coordinates import InputCoordinates, Scalar
+from curvlab.solvers.input_coordinates import (
+    Eigen,
+    InputCoordinates,
+    Scalar,
+    choose_coordinates,
+    input_rank,
+    output_factor,
+)
 from curvlab.solvers.structure_systems import EigenExact, ExampleExact
-from curvlab.solvers.systems import DampedSystem, input_rank, output_factor
+from curvlab.solvers.systems import DampedSystem, Damping
 
 __all__ = ["Exact"]
 

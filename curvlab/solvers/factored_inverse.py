@@ -30,10 +30,16 @@ from curvlab.linalg.inverse import (
 )
 from curvlab.measure import device
 from curvlab.solvers.base import Formulation, LayerDirection, LayerGradient, Solver, check_mean_above
-from curvlab.solvers.cost_model import Inverse, choose_coordinates
-from curvlab.solvers.damping import Damping, DampingSplit, split_damping
-from curvlab.solvers.input_coordinates import InputCoordinates, WeightGradient
-from curvlab.solvers.systems import FactoredSystem, input_factors, input_rank, output_factor
+from curvlab.solvers.input_coordinates import (
+    InputCoordinates,
+    Inverse,
+    WeightGradient,
+    choose_coordinates,
+    input_factors,
+    input_rank,
+    output_factor,
+)
+from curvlab.solvers.systems import Damping, DampingSplit, FactoredSystem, split_damping
 from curvlab.solvers.textbook import TextbookInverse
 
 __all__ = ["KFI", "ShermanMorrisonKFI"]

@@ -16,44 +16,68 @@ All but the first are orthonormal: inner products are those of X, and nothing ca
 is for solvers that take none; the second keeps the same route, `sample`, for those that do. The last is for
 the mean input factor E[h]E[h]ᵀ; it takes a gradient in factors, where G⊥ stays in the sample space too, or a
 formed one. In a stack of equal systems (`linalg.stacks`) dense and mean coordinates have a leading dimension.
-
 Of a formed gradient G = (GQ) Qᵀ + G⊥ an iteration needs GQ and ‖G⊥‖, in all digits; G⊥ is never held whole.
+
+Which to take, a stated cost model says, or what the user forces. Costs are floating-point operations at the
+speed of a matrix product. Memory traffic counts `FLOPS_PER_BYTE` operations per byte (about what one core
+does while it waits for a byte), and a factorisation of order k what it takes at that speed (`_cholesky`,
+`_eigh`, `_qr`). For m rows, n = n_{t-1} inputs and o = n_t outputs:
+
+    sample   K            m²n + solve(m)                  and the update  2 o m n
+    row      QR, G, D     qr(m, n) + 10 o m n + solve(m)      + traffic of G and D
+    dense    E[hhᵀ], G    m n² + 2 o m n + solve(n)           + traffic of G and D
+
+where solve(k) is the work on coordinates of k columns (see `Work`). The mean input factor has nothing of
+n × n: it chooses between the sample space (to iterate: ‖G⊥‖ by the Gram matrix, m²n) and forming G.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 
+from curvlab.curvature import LayerCurvature
 from curvlab.exceptions import PairError
-from curvlab.gradient import RowGradient
 from curvlab.linalg import Combination, DiagonalFactor, Factor, GramFactor, Matrix, RowProduct, eigh
-from curvlab.linalg.factors import InputFactors, binary_scale, frobenius_norm, squares_in_range
+from curvlab.linalg.factors import InputFactors, InputKind, binary_scale, frobenius_norm, squares_in_range
 from curvlab.linalg.inverse import DenseInverse, DiagonalInverse, cholesky_shifted, diagonal_inverse
+from curvlab.linalg.steps import RowGradient
 from curvlab.measure import device
 
 __all__ = [
     "DenseCoordinates",
     "DiagonalCoordinates",
+    "Eigen",
     "EigenCoordinates",
     "GradientCoordinates",
     "InputCoordinates",
+    "Inverse",
+    "Iteration",
     "Left",
     "MeanCoordinates",
+    "Route",
     "RowCoordinates",
     "SampleCoordinates",
     "Scalar",
     "WeightGradient",
+    "Work",
+    "choose_coordinates",
+    "costs",
     "form_gradient",
+    "input_factors",
+    "input_rank",
+    "mean_costs",
+    "output_factor",
     "require_own_gradient",
     "split_gradient",
 ]
+
 
 T = TypeVar("T")
 Left = Callable[[Tensor], Tensor]
@@ -273,31 +297,20 @@ class DenseCoordinates(InputCoordinates):
         return self.factor.to_dense()
 
     def of(self, gradient: WeightGradient) -> GradientCoordinates:
-        return GradientCoordinates(form_gradient(gradient), self._assemble)
-
-    @staticmethod
-    def _assemble(x: Tensor, left: Left) -> Tensor:
-        return x
+        return GradientCoordinates(form_gradient(gradient), lambda x, left: x)
 
     def remember(self, key: Hashable, make: Callable[[], T]) -> T:
         return self.factor.remember(key, make)
 
 
-class DiagonalCoordinates(InputCoordinates):
+class DiagonalCoordinates(DenseCoordinates):
     """D = X, for an input factor that is diagonal: nothing of n_{t-1} × n_{t-1} is formed."""
 
     route = "diagonal"
+    factor: DiagonalFactor
 
     def __init__(self, factor: DiagonalFactor) -> None:
-        self.factor = factor
-
-    @property
-    def size(self) -> int:
-        return self.factor.size
-
-    @property
-    def trace(self) -> Tensor:
-        return self.factor.trace()
+        super().__init__(factor)
 
     @property
     def diagonal(self) -> Tensor:
@@ -309,12 +322,6 @@ class DiagonalCoordinates(InputCoordinates):
 
     def inverse(self, shift: Tensor | float, check: bool) -> DiagonalInverse:
         return diagonal_inverse(self.factor.values, shift, check)
-
-    def of(self, gradient: WeightGradient) -> GradientCoordinates:
-        return GradientCoordinates(form_gradient(gradient), lambda x, left: x)
-
-    def remember(self, key: Hashable, make: Callable[[], T]) -> T:
-        return self.factor.remember(key, make)
 
 
 class MeanCoordinates(InputCoordinates):
@@ -490,3 +497,187 @@ def _split(gradient: Tensor, basis: Tensor, scale: Tensor | None) -> tuple[Tenso
         norms.append(torch.stack([frobenius_norm(perp), torch.linalg.vector_norm(again)]))
     first, second = torch.linalg.vector_norm(torch.stack(norms), dim=0).unbind()
     return torch.cat(parts), _leg(first, second)
+
+
+def output_factor(layer: LayerCurvature) -> Factor:
+    """B of a layer; refused where the layer has none."""
+    if layer.output is None:
+        raise PairError(_no_factors(layer))
+    return layer.output
+
+
+def input_factors(layer: LayerCurvature) -> InputFactors:
+    """E[hhᵀ] and E[h] of a layer; refused where the layer has none."""
+    if layer.inputs is None:
+        raise PairError(_no_factors(layer))
+    return layer.inputs
+
+
+def input_rank(layer: LayerCurvature, kind: InputKind) -> int:
+    """What the rank of the input factor in use cannot exceed; over all systems of a stack."""
+    return output_factor(layer).count if kind == "mean" else input_factors(layer).full.rank_bound
+
+
+def _no_factors(layer: LayerCurvature) -> str:
+    return f"layer `{layer.name}` has no Kronecker factors to solve by: use `cg`, which needs products only"
+
+
+Route = Literal["auto", "sample", "row", "dense"]
+FLOPS_PER_BYTE = 6.0
+SYMMETRIC = 0.65  # share of a full product that a symmetric one costs
+PASSES = 30.0  # operations per byte of a vector that the vector operations of an iteration take
+
+
+def _cholesky(k: int) -> float:
+    return k**3 / 3 + 200.0 * k * k
+
+
+def _eigh(k: int) -> float:
+    return 9.0 * k**3 + 3000.0 * k * k
+
+
+def _qr(k: int, n: int) -> float:
+    return 5.0 * k * k * n + 4000.0 * k * k
+
+
+class Work(ABC):
+    """What a solver does in coordinates of k columns."""
+
+    @abstractmethod
+    def solve(self, k: int, o: int, diagonal: bool = False) -> float:
+        """Operations; `diagonal` where an iteration may take the eigenvectors of the k × k matrix."""
+
+    def outside(self, n: int, o: int) -> float:
+        """Operations on what lies outside of the coordinates."""
+        return 0.0
+
+
+@dataclass(frozen=True)
+class Inverse(Work):
+    """The factored inverse: a Cholesky factorisation, its inverse or its solves, and products with B⁻¹."""
+
+    def solve(self, k: int, o: int, diagonal: bool = False) -> float:
+        inverse = 2.0 * k * k * o if o < k else 2.0 * k * k * o + 1.3 * k**3 + 300.0 * k * k
+        return _cholesky(k) + inverse + 2.0 * o * o * k
+
+    def outside(self, n: int, o: int) -> float:
+        return 2.0 * o * o * n
+
+
+@dataclass(frozen=True)
+class Eigen(Work):
+    """The exact solution: eigenvectors, and products with them and with those of B."""
+
+    def solve(self, k: int, o: int, diagonal: bool = False) -> float:
+        return _eigh(k) + 4.0 * k * k * o + 4.0 * o * o * k
+
+
+@dataclass(frozen=True)
+class Iteration(Work):
+    """CG: products with B and, unless its eigenvectors are the basis, with the k × k matrix."""
+
+    count: int
+    element_size: int = 4
+
+    def solve(self, k: int, o: int, diagonal: bool = False) -> float:
+        once = _eigh(k) + 4.0 * k * k * o if diagonal else 0.0
+        product = 2.0 * o * o * k + (0.0 if diagonal else 2.0 * o * k * k)
+        return once + self.count * (product + PASSES * self.element_size * o * k)
+
+
+def costs(m: int, n: int, o: int, work: Work, element_size: int) -> dict[str, float]:
+    """Operations of each route with the full input factor.
+
+    >>> c = costs(m=100, n=150528, o=1024, work=Inverse(), element_size=4)
+    >>> min(c, key=c.get)
+    'sample'
+    """
+    traffic = FLOPS_PER_BYTE * element_size * o * n
+    update = 2.0 * o * m * n
+    return {
+        "sample": 2 * SYMMETRIC * m * m * n + update + work.solve(m, o, diagonal=True),
+        "row": _qr(m, n) + 5 * update + 6 * traffic + work.solve(m, o) + work.outside(n, o),
+        "dense": 2 * SYMMETRIC * m * n * n + update + 4 * traffic + work.solve(n, o),
+    }
+
+
+def mean_costs(m: int, n: int, o: int, element_size: int, iterative: bool) -> dict[str, float]:
+    """Operations of each route with the mean input factor.
+
+    An iteration needs ‖G⊥‖ and multiplies G⊥ by a number; the factored inverse needs no norm and
+    multiplies G⊥, in coefficients or formed, by an o × o matrix.
+
+    >>> c = mean_costs(m=1000, n=3072, o=16, element_size=4, iterative=True)
+    >>> min(c, key=c.get)
+    'dense'
+    """
+    traffic = FLOPS_PER_BYTE * element_size * o * n
+    update = 2.0 * o * m * n
+    if iterative:
+        grams = 2 * SYMMETRIC * m * m * (n + o)
+        return {"sample": grams + update, "dense": update + 4 * traffic}
+    left = 2.0 * o * o
+    return {"sample": left * m + update, "dense": left * n + update + 6 * traffic}
+
+
+def choose_coordinates(
+    layer: LayerCurvature,
+    gradient: WeightGradient,
+    kind: InputKind,
+    route: Route,
+    work: Work,
+) -> InputCoordinates:
+    """The coordinates to solve `layer` in, by the cost model or as `route` forces them.
+
+    An iteration takes inner products of coordinates: these are then orthonormal, and the norm of G⊥ is known.
+    """
+    inputs = input_factors(layer)
+    own = isinstance(gradient, RowGradient) and gradient.inputs.shares_rows_with(inputs.full)
+    iterative = isinstance(work, Iteration)
+    if kind == "mean" and not own and route != "sample":
+        return MeanCoordinates(inputs, "dense", norm=iterative)  # E[hhᵀ] is not even formed
+    if route == "auto":
+        chosen = _cheapest_route(inputs.full, gradient.shape, kind, work, own)
+    else:
+        chosen = _check_route(layer.name, inputs.full, kind, route, own)
+    if kind == "mean":
+        return MeanCoordinates(inputs, chosen, norm=iterative)
+    if isinstance(inputs.full, DiagonalFactor):
+        return DiagonalCoordinates(inputs.full)
+    if chosen == "dense" or not isinstance(inputs.full, GramFactor):
+        return DenseCoordinates(inputs.full)
+    if chosen == "row":
+        return RowCoordinates(inputs.full)
+    return EigenCoordinates(inputs.full) if iterative else SampleCoordinates(inputs.full)
+
+
+def _cheapest_route(full: Factor, shape: Sequence[int], kind: InputKind, work: Work, own: bool) -> str:
+    """The cheapest route for a weight of this shape; `own`: its gradient has the rows of `full`."""
+    if not isinstance(full, GramFactor) or (kind == "mean" and not own):
+        return "dense"
+    (m, n), o, size = full.rows.shape, shape[0], full.rows.element_size()
+    if kind == "mean":
+        options = mean_costs(m, n, o, size, isinstance(work, Iteration))
+    else:
+        options = costs(m, n, o, work, size)
+        possible = {"dense"} | ({"sample"} if own else set()) | ({"row"} if full.narrow else set())
+        options = {name: cost for name, cost in options.items() if name in possible}
+    return min(options, key=lambda name: options[name])
+
+
+def _check_route(layer: str, full: Factor, kind: InputKind, route: Route, own: bool) -> str:
+    """The route that a forced one runs as; refused where there is none."""
+    if route == "sample" and not own:
+        raise PairError(
+            f"layer `{layer}`: route `sample` needs the gradient of the very batch the curvature was "
+            f"estimated on, as problem.gradient() gives it; use route `row`, `dense` or `auto` for any other"
+        )
+    if kind == "mean":
+        # The row space of the mean factor is one vector: both routes form G and are one and the same.
+        return "dense" if route == "row" else route
+    if route == "row" and not (isinstance(full, GramFactor) and full.narrow):
+        raise PairError(
+            f"layer `{layer}`: route `row` needs an input factor kept as fewer rows than it has "
+            f"columns; use route `dense` or `auto`"
+        )
+    return route

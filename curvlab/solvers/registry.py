@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from curvlab.registry import Registry
 from curvlab.solvers.base import Solver
 from curvlab.solvers.conjugate_gradients import CG, EACG
 from curvlab.solvers.exact import Exact
 from curvlab.solvers.factored_inverse import KFI, ShermanMorrisonKFI
+from curvlab.specs import Registry
 
 __all__ = ["solvers"]
 

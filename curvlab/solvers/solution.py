@@ -17,13 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from curvlab.exceptions import SolveError
-from curvlab.gradient import LazyTensors
 from curvlab.linalg import Matrix, RowProduct, Step
 from curvlab.linalg.cg import Outcome
-from curvlab.linalg.steps import TensorStep, add_step, as_step
+from curvlab.linalg.steps import LazyTensors, TensorStep, add_step, as_step
 from curvlab.model.network import unwrap
-from curvlab.solvers.damping import Damping, DampingSplit
-from curvlab.solvers.systems import Measures
+from curvlab.solvers.systems import Damping, DampingSplit, Measures
 from curvlab.staleness import Versions, change_message
 
 if TYPE_CHECKING:

@@ -30,17 +30,28 @@ from curvlab.distributed.agreement import Description, agree
 from curvlab.distributed.communicator import communicator_of
 from curvlab.distributed.solve import choose_owners, layer_cost, share_out
 from curvlab.exceptions import ArgumentError, PairError, SolveError, SpecError, describe_argument
-from curvlab.gradient import RowGradient
 from curvlab.linalg import Matrix
 from curvlab.linalg.cg import Outcome
+from curvlab.linalg.execution import full_precision, in_pieces
 from curvlab.linalg.inverse import NotFiniteError, NotPositiveDefiniteError
-from curvlab.linalg.pending import collected, explained, in_pieces, require
-from curvlab.linalg.precision import full_precision
-from curvlab.solvers.base import Guidance, LayerDirection, Preconditioner, Solver
-from curvlab.solvers.damping import Damping, damping_from
+from curvlab.linalg.pending import collected, explained, require
+from curvlab.linalg.steps import RowGradient
+from curvlab.solvers.base import (
+    Guidance,
+    LayerDirection,
+    Preconditioner,
+    SolvedUnit,
+    Solver,
+    Unit,
+    entry_of,
+    is_stack,
+    join_units,
+    layer_gradient,
+    units_of,
+)
 from curvlab.solvers.registry import solvers
 from curvlab.solvers.solution import BlockSolution, Direction, Solution
-from curvlab.solvers.units import SolvedUnit, Unit, entry_of, is_stack, join_units, layer_gradient, units_of
+from curvlab.solvers.systems import Damping, damping_from
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

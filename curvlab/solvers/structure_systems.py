@@ -1,6 +1,6 @@
-"""Damped systems of blocks that are no Kronecker product: `exact` on the structures of rows.
+"""Damped systems of blocks that are no Kronecker product, and their solvers.
 
-Second moments of examples, `block`, `layer` and `full`, are solved among their rows e:
+Second moments of examples, `block`, `layer` and `full`, are solved by `exact` among their rows e:
 
     (s F + τI) d = -g,   F = eᵀ e:             d = -(g - eᵀ (e eᵀ + τ/s I)⁻¹ e g) / τ
 
@@ -9,14 +9,19 @@ examples' gradients. A group of parameters (one, those of a layer, or all) is on
 of them reports. A block that is diagonal in a basis of its own, `ekfac`, is solved there:
 
     (s C + τI) d = -g,   C = U diag(λ) Uᵀ:     d = -U [(Uᵀ g) / (s λ + τ)]
+
+Any block is solved by `cg` through its products C v: matrix-free and tied layers, a start vector, a
+preconditioner. Blocks are solved one by one or, where the curvature has cross-layer blocks, as one system
+over all parameters: with the exact Hessian this is Hessian-free optimisation (truncated Newton), which
+negative curvature ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import ClassVar
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -24,16 +29,17 @@ from torch import Tensor
 from curvlab.curvature import Curvature
 from curvlab.curvature_layers import LayerCurvature, OperatorLayer, PlainLayer
 from curvlab.curvature_structures import JointLayer
-from curvlab.exceptions import PairError
-from curvlab.linalg import EigenBlock, Factor, FactorBlock
+from curvlab.exceptions import PairError, SolveError
+from curvlab.linalg import Block, EigenBlock, Factor, FactorBlock
+from curvlab.linalg.cg import CGResult, SymmetricOperator
+from curvlab.linalg.flat import flatten, unflatten
 from curvlab.linalg.inverse import NotPositiveDefiniteError, ShiftedInverse, shifted_inverse
 from curvlab.measure import device
-from curvlab.solvers.base import LayerDirection, LayerGradient, Solver
-from curvlab.solvers.damping import Damping
+from curvlab.solvers.base import LayerDirection, LayerGradient, Preconditioner, Solver
 from curvlab.solvers.input_coordinates import form_gradient
-from curvlab.solvers.systems import BlockSystem, SolvedBlock
+from curvlab.solvers.systems import BlockSystem, Damping, SolvedBlock
 
-__all__ = ["EigenExact", "ExampleExact"]
+__all__ = ["BlockCG", "DampedBlocks", "EigenExact", "ExampleExact", "check_start", "jacobi"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +67,7 @@ class _DampedInverse:
 class _ByParameter(Solver):
     """A solver whose units are parameters, with blocks that act on tensors of the parameter's own shape."""
 
-    # One system may go over all layers.
+    # One system may go over all layers, and a product over the rows of all ranks needs every rank.
     layers_apart: ClassVar[bool] = False
 
     def units(self, layer: LayerCurvature) -> Sequence[LayerCurvature]:
@@ -192,3 +198,189 @@ class EigenExact(_ByParameter):
             step, rank = -state.inverse(given.reshape(-1)).reshape(given.shape), block.factor.rank_bound
         system = {state.name: SolvedBlock(given, step, partial(block.matmul, step))}
         return LayerDirection(step, None, BlockSystem({state.name: system}), "eigen", rank)
+
+
+class DampedBlocks(SymmetricOperator):
+    """s C + τI on the flattened and joined parameters of some blocks, by the product of C."""
+
+    def __init__(
+        self,
+        shapes: Mapping[str, Sequence[int]],
+        product: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]],
+        damping: Damping,
+    ) -> None:
+        self.shapes, self.product, self.damping = shapes, product, damping
+        self.names = list(shapes)
+
+    def matmul(self, x: Tensor) -> Tensor:
+        image = flatten(self.product(self.split(x)), self.names)
+        return self.damping.scale * image + self.damping.shift * x
+
+    def flatten(self, vectors: Mapping[str, Tensor]) -> Tensor:
+        """The blocks' entries of `vectors` as one vector."""
+        return flatten(vectors, self.names)
+
+    def split(self, x: Tensor) -> dict[str, Tensor]:
+        """A vector by parameter name."""
+        return unflatten(x, self.shapes)
+
+    def precondition(self, preconditioner: Preconditioner, x: Tensor) -> Tensor:
+        """M⁻¹ x; refused where M⁻¹ gives something that is no vector of the system."""
+        images = {name: preconditioner(name, part) for name, part in self.split(x).items()}
+        for name, image in images.items():
+            expected = tuple(self.shapes[name])
+            if not isinstance(image, Tensor) or tuple(image.shape) != expected:
+                given = f"shape {tuple(image.shape)}" if isinstance(image, Tensor) else type(image).__name__
+                raise SolveError(
+                    f"the preconditioner gives {given} for `{name}`; expected a tensor of shape {expected}"
+                )
+        return flatten(images, self.names)
+
+
+def jacobi(blocks: Mapping[str, Block], damping: Damping) -> Preconditioner:
+    """x ↦ x / (s diag(C) + τ), with negative diagonal entries taken as zero."""
+    inverse = {
+        name: 1 / (damping.scale * block.diagonal().clamp(min=0) + damping.shift)
+        for name, block in blocks.items()
+    }
+    return lambda name, x: inverse[name] * x
+
+
+class Iterative(Protocol):
+    """What solves blocks by their products: `cg`, with its limits."""
+
+    @property
+    def preconditioner(self) -> Literal["none", "jacobi"]:
+        """The one of its own."""
+
+    def tolerance(self, dtype: torch.dtype) -> float:
+        """The residual that counts as converged."""
+
+    def run(
+        self,
+        operator: SymmetricOperator,
+        rhs: Tensor,
+        start: Tensor | None = None,
+        precondition: Callable[[Tensor], Tensor] | None = None,
+    ) -> CGResult:
+        """Iterate on A x = b."""
+
+
+@dataclass(frozen=True, eq=False)
+class _BlockState:
+    layer: LayerCurvature
+    damping: Damping
+    preconditioner: Preconditioner | None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class BlockCG(_ByParameter):
+    """CG on the blocks of one curvature as they are; `cg` has the limits and the kind of preconditioner."""
+
+    needs_psd: ClassVar[bool] = False
+    needs_kronecker: ClassVar[bool] = False
+    cg: Iterative
+    curvature: Curvature
+    start: Mapping[str, Tensor] | None
+    given_preconditioner: Preconditioner | None
+
+    def tolerance(self, dtype: torch.dtype) -> float:
+        """That of `cg`."""
+        return self.cg.tolerance(dtype)
+
+    def prepare(self, layer: LayerCurvature, damping: Damping, gradient: LayerGradient) -> _BlockState:
+        preconditioner = self.given_preconditioner
+        if preconditioner is None and self.cg.preconditioner == "jacobi":
+            preconditioner = jacobi(layer.blocks, damping)
+        return _BlockState(layer, damping, preconditioner)
+
+    def apply(self, state: object, gradient: LayerGradient) -> LayerDirection:
+        """The system of one block."""
+        assert isinstance(state, _BlockState)
+        named = _gradient_by_name(state.layer, gradient)
+        product = partial(_block_product, state.layer.blocks)
+        result, system = self._solve(named, product, state.damping, state.preconditioner)
+        return _block_direction(state.layer, system, result)
+
+    def apply_jointly(
+        self, states: Sequence[object], gradients: Sequence[LayerGradient]
+    ) -> list[LayerDirection] | None:
+        """One system over all layers, where the curvature has blocks between them."""
+        full, prepared = self.curvature.full_product, [s for s in states if isinstance(s, _BlockState)]
+        if full is None:
+            return None
+        named = [
+            _gradient_by_name(state.layer, given) for state, given in zip(prepared, gradients, strict=True)
+        ]
+        by_name = {
+            name: state.preconditioner
+            for state, given in zip(prepared, named, strict=True)
+            for name in given
+            if state.preconditioner is not None
+        }
+        preconditioner = (lambda name, x: by_name[name](name, x)) if by_name else None
+        whole = {name: value for given in named for name, value in given.items()}
+        result, system = self._solve(whole, full, prepared[0].damping, preconditioner)
+        return [_block_direction(state.layer, system, result) for state in prepared]
+
+    def _solve(
+        self,
+        gradient: Mapping[str, Tensor],
+        product: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]],
+        damping: Damping,
+        preconditioner: Preconditioner | None,
+    ) -> tuple[CGResult, dict[str, SolvedBlock]]:
+        """One run of CG, and g, d and C d of every block of the system."""
+        operator = DampedBlocks({name: value.shape for name, value in gradient.items()}, product, damping)
+        result = self.cg.run(
+            operator,
+            -operator.flatten(gradient),
+            None if self.start is None else operator.flatten(self.start),
+            None if preconditioner is None else partial(operator.precondition, preconditioner),
+        )
+        steps = operator.split(result.x)
+        images = product(steps)
+        return result, {name: SolvedBlock(gradient[name], steps[name], images[name]) for name in steps}
+
+
+def _block_product(blocks: Mapping[str, Block], vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: block.matmul(vectors[name]) for name, block in blocks.items()}
+
+
+def _gradient_by_name(unit: LayerCurvature, gradient: LayerGradient) -> dict[str, Tensor]:
+    """The gradient of the unit's one parameter, formed."""
+    assert gradient.weight is not None
+    (name,) = unit.blocks
+    return {name: form_gradient(gradient.weight)}
+
+
+def _block_direction(
+    unit: LayerCurvature, system: Mapping[str, SolvedBlock], result: CGResult
+) -> LayerDirection:
+    """The step of one parameter, in the system that it was solved in."""
+    (name,) = unit.blocks
+    step = system[name].direction
+    return LayerDirection(
+        step,
+        None,
+        BlockSystem({name: system}),
+        "operator",
+        step.numel(),
+        result.outcomes,
+        result.iterations,
+        result.residuals,
+    )
+
+
+def check_start(blocks: Mapping[str, Block], start: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The start in the dtype of the blocks; refused where it does not fit them or is not finite."""
+    converted = {}
+    for name, block in blocks.items():
+        value = torch.as_tensor(start[name]).to(block.example) if name in start else None
+        if value is None or tuple(value.shape) != block.shape:
+            given = "has no entry" if value is None else f"has shape {tuple(value.shape)}"
+            raise SolveError(f"the start {given} for `{name}`; expected shape {block.shape}")
+        if device.readable(value) and not bool(torch.isfinite(value).all()):
+            raise SolveError(f"the start for `{name}` holds NaN or infinity; expected finite numbers")
+        converted[name] = value
+    return converted

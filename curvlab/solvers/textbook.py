@@ -29,9 +29,8 @@ from curvlab.linalg.eigen import eigvalsh
 from curvlab.linalg.factors import InputFactors, InputKind
 from curvlab.linalg.inverse import NotFiniteError, NotPositiveDefiniteError
 from curvlab.measure import device
-from curvlab.solvers.damping import Damping
-from curvlab.solvers.input_coordinates import form_gradient
-from curvlab.solvers.systems import FactoredSystem, LayerGradient, input_factors, output_factor
+from curvlab.solvers.input_coordinates import form_gradient, input_factors, output_factor
+from curvlab.solvers.systems import Damping, FactoredSystem, LayerGradient
 
 __all__ = ["TextbookInverse", "bias_operator", "weight_operator"]
 
@@ -115,7 +114,7 @@ def _require_positive(diagonal: Tensor) -> Tensor:
 
 def weight_operator(layer: LayerCurvature, damping: Damping, kind: InputKind) -> SymmetricOperator:
     """X ↦ s B X A + τ X."""
-    b, inputs = _formed(output_factor(layer)), input_factors(layer)
+    b, inputs = _form_factor(output_factor(layer)), input_factors(layer)
     scale, shift = damping.scale, damping.shift
     make = FunctionOperator if b.count == 1 else StackOperator
     if kind == "mean":
@@ -128,12 +127,12 @@ def weight_operator(layer: LayerCurvature, damping: Damping, kind: InputKind) ->
     return make(lambda x: scale * (b.matmul(x) @ matrix) + shift * x)
 
 
-def _formed(factor: Factor) -> Factor:
+def _form_factor(factor: Factor) -> Factor:
     """A factor whose products are those of its matrix; a diagonal one and a stack as they are."""
     return DenseFactor(factor.to_dense()) if isinstance(factor, GramFactor | RankOneFactor) else factor
 
 
 def bias_operator(layer: LayerCurvature, damping: Damping) -> FunctionOperator:
     """x ↦ s B x + τ x."""
-    b = _formed(output_factor(layer))
+    b = _form_factor(output_factor(layer))
     return FunctionOperator(lambda x: damping.scale * b.matmul(x) + damping.shift * x)

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from curvlab.exceptions import ExecutorError, SpecError
-from curvlab.registry import Registry
+from curvlab.specs import Registry
 from curvlab.studies.dask_executor import Dask
 
 __all__ = ["Done", "Place", "Process", "Serial", "SerialExecutor", "Workers", "executors", "place_of", "run"]

@@ -221,7 +221,7 @@ class Setup:
             data = self.load_data()
             batches = data.batches(min(self.examples, len(data.train)), self.seed, epoch, start=start)
             inputs, targets = next(iter(batches))
-            return _moved(inputs, device, dtype), _moved(targets, device, dtype)
+            return _move(inputs, device, dtype), _move(targets, device, dtype)
         made = imports.load(self.data, "data")
         return imports.guarded(
             imports.call(made, self.data, "data") if callable(made) else made, self.data, "data"
@@ -284,7 +284,7 @@ def check_seed(seed: int) -> None:
         raise SpecError(f"seed={seed}: use an integer of 64 bits, from -2^63 to 2^64 - 1, such as 0")
 
 
-def _moved(values: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+def _move(values: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     """On `device`; in `dtype` unless they are classes or tokens."""
     return values.to(device, dtype) if values.is_floating_point() else values.to(device)
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import tomli_w
 
-from curvlab import specs
-from curvlab.exceptions import SpecError
+from curvlab.exceptions import SpecError, unknown_name
 
 __all__ = ["read_settings", "read_toml", "toml_text"]
 
@@ -53,7 +52,7 @@ def read_settings(path: str | Path, known: Collection[str]) -> dict[str, Any]:
     fields = read_toml(path)
     for key, value in fields.items():
         if key not in known:
-            raise SpecError(f"{path}: {specs.unknown('setting', key, known)}")
+            raise SpecError(f"{path}: {unknown_name('setting', key, known)}")
         if isinstance(value, dict):
             raise SpecError(f"{path}: `{key}` is a table; write `{key} = …` with a plain value")
     return fields

@@ -61,7 +61,7 @@ class Case:
 
     def stream(self, dtype: torch.dtype = torch.float64) -> Problem:
         """The same examples as a stream of uneven batches."""
-        return self._problem(dtype, lambda inputs, targets: (_uneven(inputs, targets),))
+        return self._problem(dtype, lambda inputs, targets: (_uneven_batches(inputs, targets),))
 
     def _problem(self, dtype: torch.dtype, data: Callable[[Tensor, Tensor], tuple[Any, ...]]) -> Problem:
         model = copy.deepcopy(self.model).to(dtype)
@@ -73,7 +73,7 @@ def _convert(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype, copy=True) if tensor.is_floating_point() else tensor.clone()
 
 
-def _uneven(inputs: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
+def _uneven_batches(inputs: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Batches of one, of two, and of the rest."""
     cuts = [start for start in (0, 1, 3) if start < len(inputs)]
     ends = [*cuts[1:], len(inputs)]
@@ -89,8 +89,8 @@ def provider_cases() -> Iterator[Case]:
     yield _provider_case("class weights and ignored examples", _mlp(nn.Tanh), weighted)
     yield _provider_case("a frozen weight and a missing bias", _partly_frozen(), "cross-entropy")
     yield _provider_case("a subset of the layers", _mlp(nn.Sigmoid), "robust", ("2",))
-    yield _provider_case("a single layer", _seeded(lambda: nn.Linear(INPUTS, OUTPUTS)), "cross-entropy")
-    yield _provider_case("a residual connection", _seeded(Residual), "cross-entropy")
+    yield _provider_case("a single layer", _seeded_model(lambda: nn.Linear(INPUTS, OUTPUTS)), "cross-entropy")
+    yield _provider_case("a residual connection", _seeded_model(Residual), "cross-entropy")
 
 
 def _provider_case(
@@ -104,7 +104,7 @@ def _provider_case(
     return Case(label, model, criterion, inputs, targets, layers)
 
 
-def _seeded(make: Callable[[], nn.Module]) -> nn.Module:
+def _seeded_model(make: Callable[[], nn.Module]) -> nn.Module:
     """The model in float64, the same each time, with the caller's random state left alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -117,7 +117,7 @@ def _mlp(activation: type[nn.Module], bias: bool = True) -> nn.Module:
             nn.Linear(INPUTS, 3), activation(), nn.Linear(3, 4, bias), activation(), nn.Linear(4, OUTPUTS)
         )
 
-    return _seeded(make)
+    return _seeded_model(make)
 
 
 def _partly_frozen() -> nn.Module:
@@ -179,4 +179,4 @@ def _sigmoid_network(widths: tuple[int, ...], bias: bool) -> nn.Module:
             modules += [nn.Linear(fan_in, fan_out, bias, dtype=torch.float64), nn.Sigmoid()]
         return nn.Sequential(*modules[:-1])
 
-    return _seeded(make)
+    return _seeded_model(make)

@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from curvlab.exceptions import SpecError
-from curvlab.registry import Registry
+from curvlab.specs import Registry
 
 __all__ = [
     "Check",

@@ -17,7 +17,7 @@ from curvlab.linalg import Block
 from curvlab.problem import Problem
 from curvlab.providers import Provider, estimate
 from curvlab.providers.registry import providers
-from curvlab.registry import check_interface
+from curvlab.specs import check_interface
 from curvlab.testing.cases import Case, provider_cases
 from curvlab.testing.checking import (
     Check,

@@ -11,12 +11,11 @@ from torch import Tensor
 
 from curvlab.curvature import Curvature, Definiteness
 from curvlab.exceptions import PairError
-from curvlab.gradient import Gradient
-from curvlab.linalg.steps import as_step
+from curvlab.linalg.steps import Gradient, as_step
 from curvlab.problem import Problem
 from curvlab.providers import estimate
-from curvlab.registry import check_interface
 from curvlab.solvers import LayerGradient, Mixed, Solution, Solver, Status, solve, solvers
+from curvlab.specs import check_interface
 from curvlab.testing.cases import Case, solver_cases
 from curvlab.testing.checking import (
     Check,
@@ -93,7 +92,7 @@ def check_spec(solver: Solver) -> None:
 
 
 def check_blocks(subject: SolverSubject) -> None:
-    """One finite step a parameter, of its name, shape and dtype."""
+    """One finite step per parameter, of its name, shape and dtype."""
     direction, blocks = subject.solution.direction, subject.curvature.blocks
     require(list(direction) == list(blocks), f"it gives steps for {list(direction)}; expected {list(blocks)}")
     for name, step in direction.items():
@@ -104,7 +103,7 @@ def check_blocks(subject: SolverSubject) -> None:
 
 
 def check_residual(subject: SolverSubject) -> None:
-    """A step that is said to be converged solves the system that the solver documents."""
+    """A step that is reported as converged solves the system that the solver documents."""
     for name, block in subject.solution.blocks.items():
         claimed = block.outcome is None or block.status is not Status.ITERATION_LIMIT
         solved = block.residual <= max(block.tolerance, SAME)
@@ -262,7 +261,7 @@ def solver_checks(solver: str | Solver, *, exempt: Collection[str] = ()) -> list
     - `interface`: it is written for an interface that this curvlab has;
     - `spec`: what `name[key=value]` says, if it is registered, is the solver itself;
     - `blocks`: one finite step per parameter, of its name, shape and dtype;
-    - `residual`: a step that is said to be converged solves the system the solver documents;
+    - `residual`: a step that is reported as converged solves the system the solver documents;
     - `descent`: gᵀd < 0 wherever g is not zero;
     - `zero`: no gradient, no step;
     - `homogeneous`: a gradient of another size gives a step of another size;

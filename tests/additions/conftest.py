@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from curvlab import registry as registry_module
+from curvlab import specs as registry_module
 from curvlab.cli import main
-from curvlab.registry import Registry
+from curvlab.specs import Registry
 from curvlab.studies import schema
 from curvlab.studies.compare.folder import load_comparison
 from curvlab.studies.compare.frames import Comparison

@@ -39,7 +39,7 @@ from curvlab.studies.compare.settings import all_settings
 from curvlab.studies.executor import executors
 from curvlab.studies.store import Store
 from curvlab.studies.train.optimizers import optimizers
-from curvlab.studies.train.schedules import schedules
+from curvlab.studies.train.plan import schedules
 from tests.adversarial.outcomes import HangError, Judge, time_limit
 from tests.adversarial.workshop import TINY
 from tests.cases import ONE_SCENE

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 
-from curvlab.measure import device as devices
+from curvlab.linalg.execution import host_costs
 from curvlab.optim import SecondOrder
 from tests.simdev.cases import chain
 from tests.simdev.device import Counts, Sim
@@ -29,7 +29,7 @@ STEPS = {
 
 def counts_of(sim: Sim, provider: str, solver: str) -> Counts:
     """Of the second step: the first makes what the others keep."""
-    devices.host_costs.cache_clear()  # may have been measured with other costs
+    host_costs.cache_clear()  # may have been measured with other costs
     model, inputs, targets = chain(WIDTHS, BATCH)
     model, inputs, targets = model.to("sim"), inputs.to("sim"), targets.to("sim")
     optimizer = SecondOrder(model, "cross-entropy", provider, solver, lr=0.1, alpha=0.1)

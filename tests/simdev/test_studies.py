@@ -10,6 +10,7 @@ from torch import Tensor
 
 import curvlab
 from curvlab.exceptions import CurvlabError
+from curvlab.linalg import execution
 from curvlab.linalg.inverse import cholesky_shifted
 from curvlab.measure import device as devices
 from curvlab.measure.stopwatch import interleaved, timed
@@ -170,7 +171,7 @@ def test_without_float64_a_failed_factorisation_is_tried_again_on_the_host(sim: 
 @pytest.mark.parametrize("provider", ["fisher", "pch-1", "gauss-newton", "hessian"])
 def test_without_an_eigendecomposition_pairs_run_and_say_so(sim: Sim, provider: str) -> None:
     made = seeded("chain")
-    devices._has_eigh.cache_clear()
+    execution._has_eigh.cache_clear()
     try:
         with sim.without(EIGEN):
             for solver in ("exact", "cg", "kfi"):
@@ -178,7 +179,7 @@ def test_without_an_eigendecomposition_pairs_run_and_say_so(sim: Sim, provider: 
                 assert _equal(ours, theirs, 1e-5 if solver == "cg" else 0.0)
             notes = curvlab.estimate(provider, problem(made, "sim")).notes
     finally:
-        devices._has_eigh.cache_clear()
+        execution._has_eigh.cache_clear()
     assert any("`sim` has no eigendecompositions" in note for note in notes)
     usual = curvlab.estimate(provider, problem(made, "sim")).notes
     assert not any("eigendecompositions" in note for note in usual)

@@ -81,7 +81,7 @@ def memory_bars(cells: pd.DataFrame, ax: Axes | None = None, look: Look | None =
         return empty(ax, look, "no memory was measured")
     unit = byte_unit(shown["peak_bytes"])
     rows, colours = np.arange(len(shown)), [look.colour(str(name)) for name in shown["provider"]]
-    peak, held, planned = (_scaled(shown[f"{name}_bytes"], unit) for name in ("peak", "held", "planned"))
+    peak, held, planned = (_in_unit(shown[f"{name}_bytes"], unit) for name in ("peak", "held", "planned"))
     _blank(ax, look, peak)
     ax.barh(rows, peak, HEIGHT, color=colours, alpha=0.45)
     ax.barh(rows, np.nan_to_num(held), HEIGHT, color=colours)
@@ -117,7 +117,7 @@ def _blank(ax: Axes, look: Look, lengths: np.ndarray) -> None:
     ax.barh(np.arange(len(lengths)), lengths, HEIGHT, color=look.theme.paper)
 
 
-def _scaled(values: pd.Series, unit: Unit) -> np.ndarray:
+def _in_unit(values: pd.Series, unit: Unit) -> np.ndarray:
     return values.to_numpy(dtype=float) / unit.size
 
 

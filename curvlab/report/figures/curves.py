@@ -85,7 +85,9 @@ def convergence_curves(
         log_axis(ax, "y")
     dress(ax, look)
     pairs = known[known["provider"].fillna("") != ""]
-    second_order = handles(look, _ordered(pairs, "provider"), _ordered(pairs, "solver"), lines=True)
+    second_order = handles(
+        look, _distinct_names(pairs, "provider"), _distinct_names(pairs, "solver"), lines=True
+    )
     legend(ax, look, second_order + baselines, columns=COLUMNS)
     return ax
 
@@ -137,7 +139,7 @@ def residual_curves(traces: pd.DataFrame, ax: Axes | None = None, look: Look | N
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     log_axis(ax, "y")
     dress(ax, look)
-    entries = handles(look, _ordered(known, "provider"), _ordered(known, "solver"), lines=True)
+    entries = handles(look, _distinct_names(known, "provider"), _distinct_names(known, "solver"), lines=True)
     legend(ax, look, entries, columns=COLUMNS)
     return ax
 
@@ -177,7 +179,7 @@ def _text(group: pd.DataFrame, column: str) -> str:
     return str(value) if pd.notna(value) else ""
 
 
-def _ordered(frame: pd.DataFrame, column: str) -> list[str]:
+def _distinct_names(frame: pd.DataFrame, column: str) -> list[str]:
     return list(dict.fromkeys(frame[column].astype(str)))
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from curvlab.exceptions import ResultsFolderError
 from curvlab.files import write_text_atomic
+from curvlab.studies.compare.columns import row_problem
 from curvlab.studies.compare.frames import Comparison, comparison_from
-from curvlab.studies.compare.row_check import row_problem
 from curvlab.studies.compare.settings import all_settings
 from curvlab.studies.run_lock import run_lock
 from curvlab.studies.schema import Setting, read_values

@@ -1,4 +1,4 @@
-"""Lanczos' method on one symmetric matrix: a basis in which it is tridiagonal, one product a step.
+"""Lanczos' method on one symmetric matrix: a basis in which it is tridiagonal, one product per step.
 
     H V = V T + β_k v_{k+1} e_kᵀ        V orthonormal, its first column along the start, T tridiagonal
 

@@ -70,7 +70,7 @@ class Newton:
         missing = [name for name in names if name in self.reasons]
         if missing:
             others = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-            return _unknown(f"{missing[0]}{others}: {self.reasons[missing[0]]}")
+            return _unknown_closeness(f"{missing[0]}{others}: {self.reasons[missing[0]]}")
         return closeness([(direction[name], self.direction[name]) for name in names])
 
 
@@ -87,7 +87,7 @@ def closeness(pairs: Iterable[tuple[Tensor, Tensor]]) -> Closeness:
         _norm(x) for x in ((d - n for d, n in exact), (n for _, n in exact), (d for d, _ in exact))
     )
     if size == 0:
-        return _unknown("the gradient is zero here, and so is Newton's direction")
+        return _unknown_closeness("the gradient is zero here, and so is Newton's direction")
     if ours == 0:
         return Closeness(math.nan, gap / size, 1.0, "this direction is zero, so it has no angle to Newton's")
     scale = max(dot, 0.0) / ours**2
@@ -96,7 +96,7 @@ def closeness(pairs: Iterable[tuple[Tensor, Tensor]]) -> Closeness:
     return Closeness(dot / (ours * size), gap / size, sine)
 
 
-def _unknown(reason: str) -> Closeness:
+def _unknown_closeness(reason: str) -> Closeness:
     return Closeness(math.nan, math.nan, math.nan, reason)
 
 

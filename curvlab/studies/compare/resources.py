@@ -96,15 +96,15 @@ def usage(pair: Pair, problem: Problem) -> Usage:
     >>> used.peak_bytes > used.held_bytes > 0
     True
     """
-    return _undisturbed(lambda: _counted(pair, problem))
+    return _repeat_until_undisturbed(lambda: _count_bytes_and_operations(pair, problem))
 
 
 def memory(pair: Pair, problem: Problem) -> Usage:
     """The same without operations, whose counting takes as long again (`flops` is 0)."""
-    return _undisturbed(lambda: _remembered(pair, problem))
+    return _repeat_until_undisturbed(lambda: _count_bytes(pair, problem))
 
 
-def _undisturbed(measure: Callable[[], tuple[Usage, bool]]) -> Usage:
+def _repeat_until_undisturbed(measure: Callable[[], tuple[Usage, bool]]) -> Usage:
     """The first measurement that no thread disturbed; each disturbed, the smallest: they only add bytes."""
     found = []
     for _ in range(ATTEMPTS):
@@ -116,25 +116,25 @@ def _undisturbed(measure: Callable[[], tuple[Usage, bool]]) -> Usage:
     return replace(found[0], peak_bytes=peak, held_bytes=held)
 
 
-def _counted(pair: Pair, problem: Problem) -> tuple[Usage, bool]:
+def _count_bytes_and_operations(pair: Pair, problem: Problem) -> tuple[Usage, bool]:
     with counting() as operations:
-        used, disturbed = _tracked(pair, problem)
+        used, disturbed = _track_one_run(pair, problem)
     # Outside: on an accelerator the peak takes another run, whose operations are not to be counted too.
     return replace(used, flops=operations.total, peak_bytes=_peak(pair, problem, used.peak_bytes)), disturbed
 
 
-def _remembered(pair: Pair, problem: Problem) -> tuple[Usage, bool]:
-    used, disturbed = _tracked(pair, problem)
+def _count_bytes(pair: Pair, problem: Problem) -> tuple[Usage, bool]:
+    used, disturbed = _track_one_run(pair, problem)
     return replace(used, peak_bytes=_peak(pair, problem, used.peak_bytes)), disturbed
 
 
-def _tracked(pair: Pair, problem: Problem) -> tuple[Usage, bool]:
+def _track_one_run(pair: Pair, problem: Problem) -> tuple[Usage, bool]:
     """The tensor bytes of one run, and whether another thread held some of them."""
     problem = fresh(problem)
     witness = _Witness()
     alive = weakref.ref(witness)
     kept: Any = None
-    with _quick_collections(), track(_given(problem), record=True) as tracker:
+    with _quick_collections(), track(_starting_tensors(problem), record=True) as tracker:
         kept = _run(pair, problem, witness)
         del witness
     disturbed = tracker.disturbed or alive() is not None
@@ -158,9 +158,9 @@ def _peak(pair: Pair, problem: Problem, counted: int) -> int:
     if not devices.has_allocator_statistics(example.device) or not devices.readable(example):
         return counted
     again = fresh(problem)
-    return peak_bytes(lambda: pair.run(again), device=example.device, baseline=_given(problem))
+    return peak_bytes(lambda: pair.run(again), device=example.device, baseline=_starting_tensors(problem))
 
 
-def _given(problem: Problem) -> list[Tensor]:
+def _starting_tensors(problem: Problem) -> list[Tensor]:
     """What is there before any work: the parameters and, unless it is streamed, the batch."""
     return list(problem.tensors.values())

@@ -24,12 +24,12 @@ from curvlab.measure.source import source_hash
 from curvlab.problem import Problem
 from curvlab.providers import Provider
 from curvlab.solvers import Solver
+from curvlab.studies.compare.columns import row_problem
 from curvlab.studies.compare.folder import command_of, load_comparison, write_frames, write_settings
 from curvlab.studies.compare.frames import Comparison, comparison_from
 from curvlab.studies.compare.measurements import failure, run_task
 from curvlab.studies.compare.problem_notes import problem_notes
 from curvlab.studies.compare.race import planned_tasks, race_tasks
-from curvlab.studies.compare.row_check import row_problem
 from curvlab.studies.compare.settings import Settings, build
 from curvlab.studies.compare.tasks import Task, cost_tasks, first_tasks, further_tasks
 from curvlab.studies.executor import Place, Workers, place_of

@@ -20,10 +20,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from curvlab import defaults, imports, specs
-from curvlab.exceptions import ArgumentError, SpecError
+from curvlab import defaults, imports
+from curvlab.exceptions import ArgumentError, SpecError, unknown_name
 from curvlab.measure.source import source_hash
-from curvlab.registry import Registry
+from curvlab.specs import Registry
 from curvlab.studies.compare.points import GIVEN, read_points
 from curvlab.studies.schema import Setting, extra_columns, extra_settings, setting, settings_of
 from curvlab.studies.setup import SETUP, Setup
@@ -148,7 +148,7 @@ class Settings:
         added = {one.name: one.default for one in extra_settings()}
         for name in given:
             if name not in own | added.keys():
-                raise ArgumentError(str(specs.unknown("setting", name, own | added.keys())))
+                raise ArgumentError(str(unknown_name("setting", name, own | added.keys())))
         made = cls(subject, **{name: value for name, value in given.items() if name in own})
         made = replace(
             made,

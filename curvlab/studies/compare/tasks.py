@@ -14,9 +14,9 @@ from typing import Any, Literal
 from curvlab.measure.source import source_hash
 from curvlab.providers import Provider
 from curvlab.providers.registry import providers as provider_registry
-from curvlab.registry import Registry
 from curvlab.solvers import Solver
 from curvlab.solvers.registry import solvers as solver_registry
+from curvlab.specs import Registry
 from curvlab.studies.compare.controls import CONTROLS, TIMED
 from curvlab.studies.compare.scenes import Scene, scenes_of
 from curvlab.studies.compare.settings import Settings

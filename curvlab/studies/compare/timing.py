@@ -27,14 +27,14 @@ from time import perf_counter, process_time
 import pandas as pd
 
 from curvlab.curvature import Curvature
-from curvlab.gradient import Gradient
+from curvlab.linalg.steps import Gradient
 from curvlab.measure.collector import collector_off
 from curvlab.measure.stopwatch import Clock, Elapsed, busy_seconds, calls_lasting, elapsed
 from curvlab.problem import Problem
 from curvlab.providers import estimate
 from curvlab.solvers import Mixed, solve
+from curvlab.solvers.base import Unit
 from curvlab.solvers.solve import group_by_solver, solver_units
-from curvlab.solvers.units import Unit
 from curvlab.studies.compare.decisions import CONFIDENCE, Decision, decide
 from curvlab.studies.compare.resources import Pair, fresh
 from curvlab.studies.store import Row

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from curvlab.linalg.precision import full_precision
+from curvlab.linalg.execution import full_precision
 from curvlab.model.layers import Chain
 from curvlab.model.recording import ChainRecording
 from curvlab.problem import Problem

@@ -36,7 +36,7 @@ from torch import Tensor
 from curvlab.curvature import Curvature, LayerCurvature
 from curvlab.defaults import PROVIDERS
 from curvlab.linalg import poseig
-from curvlab.linalg.precision import full_precision
+from curvlab.linalg.execution import full_precision
 from curvlab.model.recording import ChainRecording
 from curvlab.problem import Problem
 from curvlab.providers import GaussNewton, Provider, estimate
@@ -77,10 +77,10 @@ def errors(
         problem: a batch, or a stream of batches: one pass serves all providers.
         providers: names or instances.
         weights: also measure the weight blocks. On a chain and one batch they are exact, and cost about one
-            Hessian-vector product an output unit, once for all providers; of a stream, of any other graph,
+            Hessian-vector product per output unit, once for all providers; of a stream, of any other graph,
             and where that costs more than `operations`, they are estimated by a few random products.
         operations: what the references may cost, in multiplications and additions; what is beyond is NaN, and
-            `attrs["left_out"]` says so.
+            `attrs["left_out"]` has the reason.
 
     Returns:
         One row for each provider and layer, then one whose layer is `"Total"`:

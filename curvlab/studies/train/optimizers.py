@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from curvlab import defaults, imports
 from curvlab.exceptions import SpecError, UserCodeError
-from curvlab.registry import Registry
+from curvlab.specs import Registry
 from curvlab.studies.schema import setting
 
 if TYPE_CHECKING:

@@ -142,7 +142,7 @@ def train(
     """
     communicator = communicator_of(process_group)
     with ExitStack() as held, devices.random_state_restored(devices.resolve(plan.setup.device)):
-        outputs = None if folder is None else _opened(folder, plan, fresh, communicator, held)
+        outputs = None if folder is None else _open_folder(folder, plan, fresh, communicator, held)
         torch.manual_seed(plan.start_seed)
         run = TrainRun(plan, communicator, count_memory)
         _restore(run, outputs)
@@ -155,7 +155,7 @@ def train(
     return frame_of([row for row in run.rows if row["epoch"] <= plan.epochs])
 
 
-def _opened(
+def _open_folder(
     folder: str | Path, plan: TrainPlan, fresh: bool, communicator: Communicator, held: ExitStack
 ) -> TrainFolder | None:
     """The folder, locked until `held` ends, on the first rank; what is wrong with it is raised on all."""
@@ -207,7 +207,7 @@ def _carry_out(
     saved = monotonic()
     if observe is not None:
         observe(run)
-    while not run.finished and not _stopped(run, should_stop()):
+    while not run.finished and not _agree_to_stop(run, should_stop()):
         run.advance()
         if observe is not None and run.status == OK:
             observe(run)
@@ -222,7 +222,7 @@ def _carry_out(
         outputs.save(run)
 
 
-def _stopped(run: TrainRun, asked: bool) -> bool:
+def _agree_to_stop(run: TrainRun, asked: bool) -> bool:
     """Whether to stop here: where any rank was asked to, all stop after the same step."""
     return run.communicator.any(asked, run.device)
 
