@@ -12,8 +12,8 @@ from curvlab.distributed.communicator import Communicator, communicator_of
 from curvlab.distributed.operators import join_operators
 from curvlab.distributed.statistics import JoinedStatistics
 from curvlab.exceptions import SpecError
-from curvlab.gradient import Gradient
 from curvlab.linalg.execution import autocast_switched_off, full_precision
+from curvlab.linalg.steps import Gradient
 from curvlab.measure import device as devices
 from curvlab.problem import Problem
 from curvlab.providers.base import Context, Provider
