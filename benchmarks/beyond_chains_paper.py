@@ -55,9 +55,7 @@ def measure(options: argparse.Namespace) -> None:
     for seed in options.seeds:
         for criterion in TABLES:
             task = trajectory(criterion, seed, options)
-            places = Places(
-                options.folder / f"{TABLES[criterion]}.jsonl", options.runs or options.folder / "runs"
-            )
+            places = Places(options.folder / TABLES[criterion], options.runs or options.folder / "runs")
             if not task.finished(Store(places.store)):
                 if process_time() > options.seconds:
                     return
@@ -66,7 +64,7 @@ def measure(options: argparse.Namespace) -> None:
 
 def table(folder: Path, criterion: str) -> str:
     """The averages of one criterion in Markdown, beside the paper's."""
-    store = folder / f"{TABLES[criterion]}.jsonl"
+    store = folder / TABLES[criterion]
     if not store.exists():
         return ""
     frame = errors_frame(Store(store))
