@@ -201,6 +201,8 @@ def unknown_name(kind: str, given: str, known: Iterable[str]) -> SpecError:
     hint = f" Did you mean `{near[0]}`?" if near else ""
     if kind in ("provider", "solver"):
         hint = f" {USUAL_NAMES[usual]}" if (usual := given.lower().replace("_", "-")) in USUAL_NAMES else hint
+    if kind == "criterion":
+        hint += " Any loss of torch is one too, by its address: `torch.nn:HuberLoss`."
     return SpecError(f"`{given}` is not {article} {kind}; known: {_listing(known) or 'none'}.{hint}")
 
 

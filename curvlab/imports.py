@@ -23,6 +23,7 @@ imported. `python -P -m curvlab` leaves it out.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 import os
@@ -40,6 +41,7 @@ from curvlab.exceptions import SpecError, UserCodeError
 
 __all__ = ["call", "guarded", "is_address", "load"]
 
+FEW = 12
 IMPORTLIB = ("importlib", "_frozen_importlib", "_frozen_importlib_external")
 
 
@@ -73,9 +75,26 @@ def load(address: str, what: str) -> Any:
         try:
             found = getattr(found, part)
         except AttributeError:
-            known = ", ".join(name for name in dir(found) if not name.startswith("_"))
-            raise SpecError(f"{what} `{address}`: {module_name} has no `{part}`; it has {known}") from None
+            known = [name for name in dir(found) if not name.startswith("_")]
+            raise SpecError(
+                f"{what} `{address}`: {module_name} has no `{part}`; {_has(known, part)}"
+            ) from None
     return found
+
+
+def _has(known: Sequence[str], asked: str) -> str:
+    """What there is instead: the names that are nearest, or all of them where they are few.
+
+    >>> _has(["HuberLoss", "MSELoss", *(f"Other{i}" for i in range(20))], "HuberLos")
+    'did you mean `HuberLoss`?'
+    >>> _has(["build"], "made")
+    'it has build'
+    """
+    near = difflib.get_close_matches(asked, known, n=3, cutoff=0.8)
+    if near:
+        return f"did you mean {' or '.join(f'`{name}`' for name in near)}?"
+    shown = ", ".join(known[:FEW])
+    return f"it has {shown}{f' and {len(known) - FEW} more' if len(known) > FEW else ''}"
 
 
 def call(function: Callable[[], Any], address: str, what: str) -> Any:

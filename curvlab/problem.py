@@ -48,7 +48,7 @@ from curvlab.model.recording import (
     record,
 )
 from curvlab.specs import check_number
-from curvlab.staleness import Versions
+from curvlab.staleness import Members, Versions
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -273,8 +273,9 @@ class Problem(FullPrecision):
         return self._tensors_with(self._source.batch if isinstance(self._source, Single) else None)
 
     def _tensors_with(self, batch: Batch | None) -> dict[str, Tensor]:
-        tensors: dict[str, Tensor] = dict(self.model.named_parameters())
-        tensors |= dict(self.model.named_buffers())
+        members = Members.of(self.model)
+        tensors: dict[str, Tensor] = dict(members.parameters)
+        tensors |= members.buffers
         if batch is not None:
             first, *others = tensors_of(batch.inputs)
             tensors |= {"the inputs": first, "the targets": batch.targets}

@@ -25,6 +25,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -33,6 +34,7 @@ from curvlab.measure import device
 
 __all__ = [
     "Fingerprint",
+    "Members",
     "SettingsWatch",
     "Stamp",
     "Versions",
@@ -157,7 +159,50 @@ class Versions:
         return counted or self._rewritten() or self._reset()
 
 
+@dataclass(frozen=True, eq=False)
+class Members:
+    """The modules, parameters and buffers of a model by name, each once and in torch's order.
+
+    Found in one walk: the model is looked at several times in each step, and torch's own generators take a
+    microsecond for every name.
+
+    >>> import torch
+    >>> found = Members.of(torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.ReLU()))
+    >>> [name for name, _ in found.modules], [name for name, _ in found.parameters]
+    (['', '0', '1'], ['0.weight', '0.bias'])
+    """
+
+    modules: list[tuple[str, nn.Module]]
+    parameters: list[tuple[str, nn.Parameter]]
+    buffers: list[tuple[str, Tensor]]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Members:
+        """Walk through a model."""
+        found = cls([], [], [])
+        found._visit("", model, set())
+        return found
+
+    def _visit(self, prefix: str, module: nn.Module, seen: set[int]) -> None:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        self.modules.append((prefix[:-1], module))
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                self.parameters.append((prefix + name, parameter))
+        for name, buffer in module._buffers.items():
+            if buffer is not None and id(buffer) not in seen:
+                seen.add(id(buffer))
+                self.buffers.append((prefix + name, buffer))
+        for name, child in module._modules.items():
+            if child is not None:
+                self._visit(f"{prefix}{name}.", child, seen)
+
+
 SAMPLED = 16
+OWN_BITS = frozenset({torch.float32, torch.float64, torch.int64})
 _OWN_MEMORY = frozenset({Tensor, nn.Parameter})
 
 
@@ -176,13 +221,21 @@ def _sample(tensors: Sequence[Tensor]) -> tuple[bytes, ...] | None:
     for tensor in tensors:
         if tensor.device.type != "cpu" or not _has_memory(tensor) or tensor.layout is not torch.strided:
             return None
-        plain = tensor.detach().resolve_conj().resolve_neg()
-        plain = torch.view_as_real(plain) if plain.is_complex() else plain
-        # As integers: numpy has no bfloat16.
-        array = plain.view(INTEGERS[plain.element_size()]).numpy()
+        array = _array_of(tensor.detach())
         step = max(1, array.size // SAMPLED)
         pieces.append(array.flat[::step][:SAMPLED].tobytes())
     return tuple(pieces) or None
+
+
+def _array_of(tensor: Tensor) -> np.ndarray[Any, Any]:
+    """The bits of a tensor as numpy sees them, in its own memory where they are those of numbers."""
+    if tensor.dtype in OWN_BITS and not tensor.is_neg():
+        found: np.ndarray[Any, Any] = tensor.numpy()
+        return found
+    plain = tensor.resolve_conj().resolve_neg()
+    plain = torch.view_as_real(plain) if plain.is_complex() else plain
+    # As integers: numpy has no bfloat16.
+    return plain.view(INTEGERS[plain.element_size()]).numpy()
 
 
 def change_message(changed: Sequence[str], since: str, consequence: str, *, in_place: bool = False) -> str:
@@ -215,10 +268,11 @@ def watch_settings(model: nn.Module) -> SettingsWatch:
 
 def model_settings(model: nn.Module) -> dict[str, Hashable]:
     """What a model is beside the values of its tensors, by the names that messages have for it."""
+    members = Members.of(model)
     settings: dict[str, Hashable] = {
-        name: (id(p), p.dtype, p.device, p.requires_grad) for name, p in model.named_parameters()
+        name: (id(p), p.dtype, p.device, p.requires_grad) for name, p in members.parameters
     }
-    for name, module in model.named_modules():
+    for name, module in members.modules:
         own = list(module.__dict__.items())
         found = (id(module), *[key for key, _ in own], *[_setting(value) for _, value in own])
         settings[f"module `{name}`" if name else "the model"] = found
@@ -228,8 +282,9 @@ def model_settings(model: nn.Module) -> dict[str, Hashable]:
 
 def structure_key(model: nn.Module) -> Hashable:
     """Modules, modes, hooks and the kinds of parameters: what a recorded forward depends on."""
-    modules = [(id(module), module.training, _hook_keys(hooks_of(module))) for module in model.modules()]
-    kinds = [(id(p), p.dtype, p.device, p.requires_grad) for p in model.parameters()]
+    members = Members.of(model)
+    modules = [(id(module), module.training, _hook_keys(hooks_of(module))) for _, module in members.modules]
+    kinds = [(id(p), p.dtype, p.device, p.requires_grad) for _, p in members.parameters]
     return tuple(modules), tuple(kinds), _hook_keys(_global_hooks())
 
 
@@ -262,12 +317,19 @@ def _own(hook: object) -> bool:
 
 def identities(model: nn.Module) -> tuple[tuple[str, int], ...]:
     """The modules and the parameters with their identities; a frozen parameter counts as another one."""
-    modules = tuple((name, id(module)) for name, module in model.named_modules(remove_duplicate=False))
-    parameters = tuple(
-        (name, id(p) if p.requires_grad else -id(p))
-        for name, p in model.named_parameters(remove_duplicate=False)
-    )
-    return modules + parameters
+    found: list[tuple[str, int]] = []
+    _add_identities(model, "", found)
+    return tuple(found)
+
+
+def _add_identities(module: nn.Module, prefix: str, found: list[tuple[str, int]]) -> None:
+    found.append((prefix[:-1], id(module)))
+    for name, p in module._parameters.items():
+        if p is not None:
+            found.append((prefix + name, id(p) if p.requires_grad else -id(p)))
+    for name, child in module._modules.items():
+        if child is not None:
+            _add_identities(child, f"{prefix}{name}.", found)
 
 
 # Read at every step, thousands of times in a large model: no isinstance, and no text is made of numbers.

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import curvlab
-from benchmarks import base, errors, networks, plateau, providers, solvers, spectra, steps, workload
+from benchmarks import base, errors, launches, networks, plateau, providers, solvers, spectra, steps, workload
 from curvlab.measure import device, stopwatch
 from curvlab.solvers import EACG
 
-MODULES = (errors, networks, providers, solvers, spectra, steps)
+MODULES = (errors, launches, networks, providers, solvers, spectra, steps)
 SUITES = [
     suite
     for module in MODULES

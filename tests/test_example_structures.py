@@ -28,9 +28,7 @@ def groups(curvature: curvlab.Curvature, structure: str) -> list[tuple[str, ...]
         return [tuple(names)]
     if structure == "block":
         return [(name,) for name in names]
-    weights = [n for n in names if n.endswith("weight") and n != "norm.weight"]
-    pairs = [(n, n.replace("weight", "bias")) for n in weights]
-    return [*pairs, ("norm.weight",), ("norm.bias",)]
+    return [(n, n.replace("weight", "bias")) for n in names if n.endswith("weight")]
 
 
 def close(found: Tensor, expected: Tensor, tolerance: float = 1e-10) -> None:

@@ -79,3 +79,31 @@ def test_a_stream_turns_diagonal_when_its_rows_become_many() -> None:
     for name, block in streamed.blocks.items():
         torch.testing.assert_close(block.diagonal(), whole.blocks[name].diagonal())
     assert isinstance(streamed.layers[0].inputs.full, DiagonalFactor)
+
+
+@pytest.mark.parametrize("spec", ["fisher", "gauss-newton[kind=rows]", "pch[kind=rows,samples=all]"])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_the_bias_block_of_a_diagonal_side_is_diagonal_however_few_the_examples(
+    spec: str, streamed: bool
+) -> None:
+    """Three examples of five tokens are fifteen rows at the head, and three of the mean gradient."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 6)).double()
+    torch.manual_seed(1)
+    x, y = torch.randn(3, 5, 3).double(), torch.randint(0, 6, (3, 5))
+    given = [([(x[:1], y[:1]), (x[1:], y[1:])],)] if streamed else [(x, y)]
+    problem = curvlab.Problem(model, "cross-entropy", *given[0])
+    opened = f"{spec}[max_factor=5]" if spec == "fisher" else spec.replace("]", ",max_factor=5]")
+    curvature = curvlab.estimate(opened, problem)
+    assert isinstance(curvature.layers[1].parts[0].output, DiagonalFactor)  # type: ignore[attr-defined]
+    found = curvature.blocks["2.bias"].to_dense()
+    torch.testing.assert_close(found, found.diagonal().diag())
+    whole = curvlab.estimate(spec, problem).blocks["2.bias"].to_dense()
+    if not spec.startswith("pch"):
+        torch.testing.assert_close(found.diagonal(), whole.diagonal())
+    with_mean = curvlab.providers.Fisher(max_factor=5)
+    for solver in ("sm-kfi", "ea-cg"):
+        direct = curvlab.solve(solver, curvlab.estimate(with_mean, problem), problem.gradient(), alpha=0.1)
+        cheap = curvlab.estimate(with_mean.for_mean_input(problem), problem)
+        other = curvlab.solve(solver, cheap, problem.gradient(), alpha=0.1)
+        for name, step in direct.direction.items():
+            torch.testing.assert_close(other.direction[name], step)

@@ -6,6 +6,7 @@ import os
 import re
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.nn.utils import parametrizations, weight_norm
 import curvlab
 from curvlab.curvature_layers import PlainLayer
 from curvlab.exceptions import ProblemError, StaleError
+from curvlab.model import recording
 
 
 class Custom(nn.Module):
@@ -571,3 +573,104 @@ def test_reading_a_model_in_one_thread_leaves_the_calls_of_others_alone() -> Non
         thread.join()
     assert failures == []
     assert (nn.Module.__call__, nn.Module.__getattr__) == before
+
+
+class Changing(nn.Module):
+    """A chain whose forward can be told to be something else."""
+
+    def __init__(self, act: nn.Module | None = None) -> None:
+        super().__init__()
+        self.first, self.last, self.act = nn.Linear(4, 3), nn.Linear(3, 2), act or nn.Sigmoid()
+        self.way, self.forwards = ["plain"], 0  # a list: what is in it is in no setting of the module
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        way = self.way[0]
+        if way == "halved":
+            x = x * 0.5
+        modes = {"no gradients": torch.no_grad, "inference mode": torch.inference_mode}
+        with modes.get(way, nullcontext)():
+            z = self.first(x.flatten(1))
+        if way == "in place":
+            z.mul_(2)
+        h = torch.tanh(z) if way == "another function" else self.act(z)
+        if way == "overwritten":
+            z.data = torch.zeros_like(z)
+        if way == "skipped":
+            h = z
+        if way == "another weight":
+            return F.linear(h, self.last.weight)
+        if way == "twice":
+            h = self.act(h)
+        return self.last(h) + self.last(h) if way == "two heads" else self.last(h)
+
+
+def steady(way: str = "plain", act: nn.Module | None = None) -> tuple[Changing, curvlab.Problem]:
+    """A network of which a first batch was read."""
+    torch.manual_seed(0)
+    model = Changing(act).double()
+    problem = curvlab.Problem(
+        model, "cross-entropy", torch.randn(5, 4).double(), torch.tensor([0, 1, 1, 0, 1])
+    )
+    assert problem.network.known_forward
+    model.way[0] = way
+    return model, problem.with_data(torch.randn(6, 4).double(), torch.tensor([0, 1, 1, 0, 1, 0]))
+
+
+def autograd_of(model: nn.Module, problem: curvlab.Problem) -> dict[str, Tensor]:
+    (batch,) = problem.batches()
+    loss = F.cross_entropy(model(batch.inputs), batch.targets)
+    found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    pairs = zip(model.named_parameters(), found, strict=True)
+    return {name: torch.zeros_like(p) if g is None else g for (name, p), g in pairs}
+
+
+def test_a_later_batch_of_a_chain_is_one_forward_that_is_compared_call_by_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, problem = steady()
+    monkeypatch.setattr(recording, "run_forward", lambda *_, **__: pytest.fail("it was read anew"))
+    before = model.forwards
+    gradient = problem.gradient()
+    assert model.forwards == before + 1
+    for name, expected in autograd_of(model, problem).items():
+        torch.testing.assert_close(gradient[name], expected, rtol=1e-12, atol=1e-15)
+
+
+CHANGES = (
+    "halved,in place,no gradients,inference mode,another function,overwritten,skipped,another weight,twice,"
+    "two heads"
+)
+
+
+@pytest.mark.parametrize("way", CHANGES.split(","))
+def test_a_later_batch_that_is_another_chain_or_none_is_read_anew(way: str) -> None:
+    model, problem = steady(way)
+    try:
+        gradient, loss = problem.gradient(), problem.loss()
+    except ProblemError:
+        return
+    for name, expected in autograd_of(model, problem).items():
+        torch.testing.assert_close(gradient[name], expected, rtol=1e-12, atol=1e-15)
+    (batch,) = problem.batches()
+    torch.testing.assert_close(loss, F.cross_entropy(model(batch.inputs), batch.targets))
+
+
+def test_a_changed_setting_and_hooks_of_a_known_chain_are_seen() -> None:
+    model, problem = steady(act=nn.LeakyReLU(0.1))
+    model.act.negative_slope = 0.5
+    gradient = problem.gradient()
+    for name, expected in autograd_of(model, problem).items():
+        torch.testing.assert_close(gradient[name], expected, rtol=1e-12, atol=1e-15)
+    for add in (
+        lambda model: model.act.register_forward_hook(lambda module, given, output: 2 * output),
+        lambda model: model.first.weight.register_hook(lambda sent: 2 * sent),
+    ):
+        model, problem = steady()
+        add(model)
+        try:
+            gradient = problem.gradient()
+        except ProblemError:
+            continue
+        for name, expected in autograd_of(model, problem).items():
+            torch.testing.assert_close(gradient[name], expected, rtol=1e-12, atol=1e-15)

@@ -431,3 +431,34 @@ def test_the_exact_absolute_hessian_of_one_example_is_reached_without_positions(
     curvature = curvlab.estimate(ALL, curvlab.Problem(model, "cross-entropy", x, y))
     expected = positive(layer_hessian(model, "first", x, y, "cross-entropy"), -1.0)
     torch.testing.assert_close(curvature.blocks["first.bias"].to_dense(), expected, rtol=1e-9, atol=1e-12)
+
+
+def test_results_are_labelled_with_what_auto_means_off_the_chain() -> None:
+    """The recursion keeps the paper's short names; elsewhere labels and frames tell the kind."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 2, 2), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3)).double()
+    problem = curvlab.Problem(
+        model, "cross-entropy", torch.randn(4, 1, 3, 3).double(), torch.randint(0, 3, (4,))
+    )
+    asked = ["pch-1", "pch-2[samples=2]", "gauss-newton", "pch[kind=exact]", "fisher"]
+    expected = [
+        "pch-1[kind=rows,poseig=last]",
+        "pch-2[samples=2,kind=rows,poseig=last]",
+        "gauss-newton[kind=rows]",
+        "pch[kind=exact,poseig=node]",
+        "fisher",
+    ]
+    found = curvlab.estimate(asked, problem)
+    assert [one.provider for one in found] == expected
+    solution = curvlab.solve("ea-cg", found[0], problem.gradient(), alpha=0.1)
+    assert set(solution.frame()["provider"]) == {expected[0]}
+    again = curvlab.estimate(expected, problem)
+    for one, other in zip(found, again, strict=True):
+        torch.testing.assert_close(one.trace(), other.trace(), rtol=0, atol=0)
+    assert "kind=rows" in curvlab.estimate(curvlab.providers.PCH(), problem).provider
+    chain = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    on_chain = curvlab.Problem(chain, "cross-entropy", torch.randn(4, 4).double(), torch.tensor([0, 1, 0, 1]))
+    assert [one.provider for one in curvlab.estimate(["pch-1", "gauss-newton"], on_chain)] == [
+        "pch-1",
+        "gauss-newton",
+    ]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import curvlab
 from curvlab import Mixed, Status
@@ -15,6 +15,7 @@ from curvlab.curvature_layers import KroneckerPart, OperatorLayer, PlainLayer, S
 from curvlab.exceptions import PairError, SolveError
 from curvlab.linalg import DenseFactor, DiagonalFactor, GramFactor, MatrixView, OperatorBlock, ViewStep
 from curvlab.linalg.factors import InputFactors
+from curvlab.solvers.conjugate_gradients import StackedSystems
 from tests.layer_cases import (
     ALL,
     SHARED,
@@ -287,6 +288,31 @@ def test_ea_cg_iterates_narrow_units_together_and_wide_ones_alone(monkeypatch: p
     for written in made:
         for key, step in expected_steps("ea-cg", written, gradient, Mixed(0.1)).items():
             assert_close(solution.direction[key], step)
+
+
+def test_ea_cg_leaves_out_the_products_of_layers_that_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"fast": 7, "slow": 8}
+    made = [kronecker(name, (size, 5)) for name, size in sizes.items()]
+    # The identity's systems end with the first iteration.
+    identity = DenseFactor(torch.eye(7, dtype=torch.float64))
+    made[0] = Written(replace(made[0].layer, output=identity), {})
+    curvature = curvature_of(*made)
+    gradient = gradient_of(curvature)
+    products = {7: 0, 8: 0}
+    original = DenseFactor.add_product_
+
+    def counted(self: DenseFactor, target: Tensor, rows: Tensor, scale: float) -> None:
+        products[target.shape[1]] += 1
+        original(self, target, rows, scale)
+
+    monkeypatch.setattr(DenseFactor, "add_product_", counted)
+    found = curvlab.solve("ea-cg[max_iter=8,tol=1e-8]", curvature, gradient, alpha=0.1)
+    iterations = {name: block.iterations for name, block in found.blocks.items()}
+    assert products[7] == max(iterations["fast.weight"], iterations["fast.bias"]) < products[8] == 8
+    monkeypatch.setattr(StackedSystems, "rest", lambda self, done: None)
+    again = curvlab.solve("ea-cg[max_iter=8,tol=1e-8]", curvature, gradient, alpha=0.1)
+    assert products[7] == iterations["fast.weight"] + 8
+    assert all(torch.equal(found.direction[name], again.direction[name]) for name in gradient)
 
 
 def test_cg_takes_products_of_operators_and_factors_of_the_rest() -> None:

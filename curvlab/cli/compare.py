@@ -195,9 +195,10 @@ def show_comparison(compared: Comparison) -> None:
     if not compared.convergence.empty:
         last = race_ends(compared.convergence)
         show_rows(RACE if "seeds" in last else CONVERGENCE, last.to_dict("records"), {"epoch": "Epochs"})
-    answer = shown(compared).answer.splitlines()
+    found = shown(compared)
+    told = found.recommendation.paragraphs
     for warning in compared.warnings if compared.measured else ():  # else they are the errors
-        if warning not in answer:
+        if warning not in told:
             paragraph(f"Note: {warning}")
-    for text in answer:
+    for text in found.answer.splitlines():
         paragraph(text)

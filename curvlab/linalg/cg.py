@@ -10,6 +10,7 @@ iteration differs from the textbook's in this:
 3. Right-hand sides are normalised, so that neither their own size nor the small residuals of late iterations
    under- or overflow when they are squared.
 4. Negative and zero curvature end a system and are reported, not divided by.
+5. Where reads are free the operator is told which systems have ended, and may leave out their products.
 """
 
 from __future__ import annotations
@@ -56,6 +57,10 @@ class SymmetricOperator(ABC):
     @abstractmethod
     def matmul(self, x: Tensor) -> Tensor:
         """A x; may be overwritten by the next call."""
+
+    def rest(self, done: Tensor) -> None:
+        """Be told which systems have ended: of these `matmul` may give any finite vector from now on."""
+        return
 
     def dot(self, x: Tensor, y: Tensor) -> Tensor:
         """⟨x, y⟩, one scalar per system."""
@@ -209,6 +214,8 @@ def _iterate(
         due = read_interval and k % read_interval == 0 and (k or free)
         if due and (yield done):
             break
+        if free:
+            operator.rest(done)
         ap = matmul(p)
         pap = dot(p, ap)
         # Where reads are free and every pᵀAp > 0 (always, for a definite operator) no norm need be known.

@@ -32,7 +32,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, ClassVar, Literal, Self, TypeVar
 from uuid import uuid4
 
@@ -277,7 +277,7 @@ class Factor(FullPrecision, ABC):
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that define the factor, by field name."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if not f.kw_only}
+        return {name: getattr(self, name) for name in _tensor_fields(type(self))}
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
         """The same factor with `function`, a conversion or a copy, applied to each of its tensors."""
@@ -317,6 +317,12 @@ class Factor(FullPrecision, ABC):
     def example(self) -> Tensor:
         """One of its tensors: knows the dtype and the device."""
         return next(iter(self.tensors().values()))
+
+
+@cache
+def _tensor_fields(kind: type[Factor]) -> tuple[str, ...]:
+    """The fields of a kind of factor that define it: asked for at every step, for every layer."""
+    return tuple(f.name for f in fields(kind) if not f.kw_only)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -5,29 +5,45 @@
 A chain is read while the model's own forward runs: the reader follows the input through the functions that
 are really called and keeps each h^t and z^t it meets. Nothing is traced symbolically, so what is read is what
 was computed, for this batch; a forward that computes something else for the next one is read as that.
+
+A forward that was nothing but such links is a `KnownChain`. Of a later batch only this is then looked at:
+does the model's forward make the same calls, each on what the one before gave, and with the same parameters?
+Where one differs the batch is read like the first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from curvlab.activations import FUNCTIONS, Activation, Identity, LeakyReLU, activation_of, elementwise
 from curvlab.exceptions import ProblemError
 from curvlab.measure import device
 from curvlab.staleness import own_hook
 
-__all__ = ["ChainLayer", "ChainReader", "ReadChain"]
+__all__ = ["GETTERS", "QUESTIONS", "ChainFollower", "ChainLayer", "ChainReader", "KnownChain", "ReadChain"]
+
+# Questions about a tensor that compute nothing: the way that a forward takes is made of the other calls.
+QUESTIONS = frozenset(
+    {"__get__", "__set__", "size", "dim", "numel", "stride", "is_floating_point", "__len__"}
+)
+# Attributes that are tensors of their own: `p.T` is a constant where p is one.
+VIEWS = ("T", "mT", "H", "mH", "data", "real", "imag")
+GETTERS = frozenset(
+    getattr(Tensor, name).__get__ for name in VIEWS if hasattr(getattr(Tensor, name), "__get__")
+)
 
 FLATTENS = frozenset({torch.flatten, Tensor.flatten, torch.reshape, Tensor.reshape, Tensor.view})
 COPIES = frozenset({Tensor.contiguous, Tensor.clone, torch.clone, Tensor.to, Tensor.float, Tensor.double})
 DROPOUTS = frozenset({F.dropout, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout})
+RESHAPED_OR_COPIED = FLATTENS | COPIES | DROPOUTS
 PRELU = frozenset({F.prelu, torch.prelu, Tensor.prelu})
 ACTIVATIONS: dict[Callable[..., Any], Callable[..., Activation]] = {
     getattr(Tensor, function) if isinstance(function, str) else function: factory
@@ -43,6 +59,40 @@ class ChainLayer:
     bias: Tensor | None
     inputs: Tensor
     preactivation: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Link:
+    """One call of a chain's forward: the function, and what it is given beside the tensor before it.
+
+    `weight` and `bias` are those of a Linear layer, which has no other arguments.
+    """
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...] = ()
+    keywords: Mapping[str, Any] = field(default_factory=dict)
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    activates: bool = False
+
+    def alike(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call is given the same beside the tensor before it."""
+        if kwargs.keys() != self.keywords.keys() or not _same(args[1:], self.arguments):
+            return False
+        return not kwargs or _same(tuple(kwargs.values()), tuple(self.keywords[key] for key in kwargs))
+
+
+@dataclass(frozen=True, eq=False)
+class KnownChain:
+    """A forward that was nothing but the links of a chain."""
+
+    links: tuple[Link, ...]
+
+    def has_hooks(self) -> bool:
+        """Whether a hook of a parameter sees gradients."""
+        return any(
+            p is not None and p._backward_hooks for link in self.links for p in (link.weight, link.bias)
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +129,9 @@ class ChainReader:
         self.why_not = "its forward calls no Linear layer on its input"
         self.unknown_activations = False
         self.last_linear: tuple[Tensor, Tensor] | None = None
+        self._links: list[Link] | None = []
+        self._took_module = False
+        self._last, self._last_version = inputs, inputs._version
         self._keep(inputs, ReadChain())
 
     def _keep(self, tensor: Tensor, chain: ReadChain) -> None:
@@ -89,6 +142,26 @@ class ChainReader:
         if found is None or found[0]._version != found[1]:
             return None
         return found[2]
+
+    def note(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """Keep a call as the next link, as long as every call is one."""
+        if self._links is None:
+            return
+        followed = args and args[0] is self._last and torch.is_grad_enabled()
+        link = _link(func, args, kwargs) if followed else None
+        if link is None or not isinstance(output, Tensor) or self._last._version != self._last_version:
+            self._links = None
+            return
+        self._links.append(link)
+        self._last, self._last_version = output, output._version
+
+    def known(self, logits: Tensor) -> KnownChain | None:
+        """What a later batch may be compared with; None where the forward was more than links."""
+        if self._links is None or logits is not self._last or self._took_module:
+            return None
+        return KnownChain(tuple(self._links))
 
     def before(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -147,9 +220,9 @@ class ChainReader:
         if func is F.linear:
             return self._linear(chain, output, given, *args[1:], **_without(kwargs, "input"))
         if func in FLATTENS:
-            plain = output.ndim == 2 and len(output) == len(given)
+            plain = _keeps_rows(func, given, output)
             return chain if plain else f"its forward calls `{name}`, which is no plain flattening"
-        if func in COPIES and (output.dtype, output.device) == (given.dtype, given.device):
+        if func in COPIES and _keeps_rows(func, given, output):
             return chain
         if func in DROPOUTS:
             dropped = dict(zip(("p", "training"), args[1:], strict=False)) | kwargs
@@ -178,13 +251,7 @@ class ChainReader:
             slope = args[1] if len(args) > 1 else kwargs["weight"]
             fixed = slope.numel() == 1 and not slope.requires_grad and device.readable(slope)
             return LeakyReLU(float(slope)) if fixed else None
-        settings = (*args[1:], *kwargs.values())
-        if func not in ACTIVATIONS or any(isinstance(setting, Tensor) for setting in settings):
-            return None
-        try:
-            return ACTIVATIONS[func](*args[1:], **_without(kwargs, "input"))
-        except (TypeError, ValueError):
-            return None
+        return _known_activation(func, args, kwargs)
 
     def _activated(self, chain: ReadChain, activation: Activation, before: Tensor) -> ReadChain | str:
         if isinstance(activation, Identity):
@@ -233,7 +300,7 @@ class ChainReader:
         return note
 
     def _take_module(self, module: nn.Module, given: Tensor, output: Tensor, chain: ReadChain) -> None:
-        self.resting = True
+        self.resting = self._took_module = True
         try:
             known = activation_of(module)
             activation = known or elementwise(module)
@@ -265,6 +332,125 @@ class ChainReader:
             )
             return None
         return chain
+
+
+def _known_activation(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Activation | None:
+    settings = (*args[1:], *kwargs.values())
+    if func not in ACTIVATIONS or any(isinstance(setting, Tensor) for setting in settings):
+        return None
+    try:
+        return ACTIVATIONS[func](*args[1:], **_without(kwargs, "input"))
+    except (TypeError, ValueError):
+        return None
+
+
+def _link(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Link | None:
+    """A call as a link; None where it is given other tensors than those of a Linear layer."""
+    if func is F.linear:
+        weight, bias = (*args[1:], None, None)[:2]
+        plain = isinstance(weight, Tensor) and len(args) < 4 and not kwargs
+        return Link(func, weight=weight, bias=bias) if plain else None
+    if not all(type(value) in PLAIN for value in (*args[1:], *kwargs.values())):
+        return None
+    if func in RESHAPED_OR_COPIED:
+        return Link(func, args[1:], dict(kwargs))
+    activation = _known_activation(func, args, kwargs)
+    if activation is None:
+        return None
+    return Link(func, args[1:], dict(kwargs), activates=not isinstance(activation, Identity))
+
+
+class ChainFollower(TorchFunctionMode):
+    """Watches a forward that is expected to be a known chain; `left` once a call is another one.
+
+    `inputs` and `preactivations` are h^{t-1} and z^t of the layers so far.
+
+    >>> layer = nn.Linear(2, 1)
+    >>> known = KnownChain((Link(F.linear, weight=layer.weight, bias=layer.bias),))
+    >>> with ChainFollower(known, torch.ones(3, 2)) as follower:
+    ...     logits = layer(follower.last)
+    >>> follower.ends_with(logits), len(follower.inputs)
+    (True, 1)
+    """
+
+    def __init__(self, known: KnownChain, inputs: Tensor) -> None:
+        super().__init__()
+        self._links = iter(known.links)
+        self.last, self._version = inputs, inputs._version
+        self.left = False
+        self.inputs: list[Tensor] = []
+        self.preactivations: list[Tensor] = []
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        if not self.left and not _asks(func):
+            self.left = not self._follows(func, args, kwargs, output)
+        return output
+
+    def _follows(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> bool:
+        """Whether a call is the next link; it is kept if so."""
+        link, given = next(self._links, None), self.last
+        if link is None or func is not link.function or not args or args[0] is not given:
+            return False
+        # Inference mode, in which tensors have no version, switches gradients off as well.
+        if not torch.is_grad_enabled() or not isinstance(output, Tensor) or given._version != self._version:
+            return False
+        if link.weight is not None:
+            weight, bias = (*args[1:], None, None)[:2]
+            if (
+                weight is not link.weight
+                or bias is not link.bias
+                or len(args) > 3
+                or kwargs
+                or given.ndim != 2
+            ):
+                return False
+            self.inputs.append(given)
+            self.preactivations.append(output)
+        elif not link.alike(args, kwargs) or not _keeps_rows(func, given, output):
+            return False
+        elif link.activates:
+            self.preactivations[-1] = given
+        self.last, self._version = output, output._version
+        return True
+
+    def ends_with(self, logits: Tensor) -> bool:
+        """Whether the forward was the known chain, from its first link to its last."""
+        ended = next(self._links, None) is None
+        return ended and not self.left and logits is self.last and logits._version == self._version
+
+
+def _keeps_rows(func: Callable[..., Any], given: Tensor, output: Tensor) -> bool:
+    """Whether a reshaping gives one row for each example, and a copy the same dtype on the same device."""
+    if func in FLATTENS:
+        return output.ndim == 2 and len(output) == len(given)
+    return func not in COPIES or (output.dtype, output.device) == (given.dtype, given.device)
+
+
+def _asks(func: Callable[..., Any]) -> bool:
+    """Whether a function only asks about a tensor."""
+    name = getattr(func, "__name__", "")
+    return name in QUESTIONS and name != "__set__" and func not in GETTERS
+
+
+# What a link may be given beside tensors: values that are equal where they mean the same.
+PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.memory_format})
+
+
+def _same(ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> bool:
+    """Whether two lists of plain values are the same, 1 and True being told apart."""
+    return ours == theirs and [type(value) for value in ours] == [type(value) for value in theirs]
 
 
 def _without(kwargs: dict[str, Any], name: str) -> dict[str, Any]:

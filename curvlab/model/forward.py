@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 from curvlab.exceptions import ProblemError
 from curvlab.linalg.execution import in_float
 from curvlab.linalg.pending import require
-from curvlab.model.chain import ChainReader, ReadChain
+from curvlab.model.chain import ChainFollower, ChainReader, KnownChain, ReadChain
 from curvlab.model.layers import Chain, Layer, WatchedUses, layers_of
 from curvlab.model.network import Inputs, Network, example_count, tensors_of
 from curvlab.model.nodes import NonlinearNode
@@ -36,7 +36,7 @@ from curvlab.model.own_curvature import FurtherNode
 from curvlab.model.watch import Watch, leaves_behind
 from curvlab.staleness import own_hook
 
-__all__ = ["Forward", "check_finite", "run_forward"]
+__all__ = ["Forward", "check_finite", "follow_forward", "run_forward"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ class Forward:
     """A watched forward pass.
 
     `way` is equal for two batches that went the same way through the model; `rows_may_meet` where values
-    decide what becomes of the rows.
+    decide what becomes of the rows. `calls` are all calls of a forward that was nothing but a chain.
     """
 
     network: Network
@@ -55,6 +55,7 @@ class Forward:
     way: Hashable
     rows_may_meet: bool
     read: ReadChain | None
+    calls: KnownChain | None
     no_chain: str
     nodes: tuple[NonlinearNode, ...]
     left_out: tuple[str, ...]
@@ -112,12 +113,41 @@ def run_forward(network: Network, inputs: Inputs, *, sequences_first: bool = Fal
         way,
         watch.rows_may_meet,
         read,
+        None if read is None or reader is None or watch.rows_may_meet else reader.known(logits),
         reason,
         tuple(finder.nodes),
         tuple(finder.left_out),
         tuple(watch.further.nodes),
         tuple(watch.further.unknown),
     )
+
+
+def follow_forward(
+    network: Network, inputs: Inputs, known: KnownChain
+) -> tuple[Tensor, ChainFollower] | None:
+    """Run a model whose forward is expected to be a known chain; None where it was something else.
+
+    The caller compares the structure of the model, which shows what `Network.check_unchanged` looks for.
+    """
+    if network.copied is not None:
+        network.check_unchanged()  # brings the copy to the model's values
+    given = _usable(inputs)
+    tensors = tensors_of(given)
+    if len(tensors) != 1:
+        return None
+    follower = ChainFollower(known, tensors[0])
+    try:
+        with torch.enable_grad():
+            logits = network.call(given, follower)
+    except torch.OutOfMemoryError:
+        raise
+    except (Exception, SystemExit):
+        return None  # watched in full it fails again, with an error that says where and why
+    if not follower.ends_with(logits) or len(logits) != example_count(given):
+        return None
+    if network.copied is not None:
+        network.copied.check_own(leaves_behind(logits))
+    return logits, follower
 
 
 def _identities(network: Network) -> set[int]:
@@ -267,16 +297,18 @@ def _chain_layer(network: Network, names: Mapping[int, str], weight: Tensor, bia
     )
 
 
-def check_finite(network: Network, inputs: Inputs, forward: Forward) -> None:
+def check_finite(
+    network: Network, inputs: Inputs, logits: Tensor, preactivations: Sequence[Tensor] | None
+) -> None:
     """Catch NaN and infinity with a single read back to the host, and say where they first show.
 
-    An activation may hide them from the logits: pre-activations of a chain, and the input where there is one,
-    are looked at as well. Of several inputs one may hold infinities on purpose, as a mask does.
+    An activation may hide them from the logits: the hidden pre-activations of a chain, and else the input
+    where there is one, are looked at as well. Of several, one may hold infinities on purpose, as a mask does.
     """
     tensors = tensors_of(inputs)
-    looked = [forward.logits.detach()]
-    if forward.read is not None:
-        looked += [layer.preactivation.detach() for layer in forward.read.layers[:-1]]
+    looked = [logits.detach()]
+    if preactivations is not None:
+        looked += [z.detach() for z in preactivations]
     elif len(tensors) == 1 and tensors[0].is_floating_point():
         looked += tensors
     found = partial(_explain_not_finite, network, inputs, looked)

@@ -45,6 +45,7 @@ from curvlab.exceptions import ProblemError, StaleError, describe_argument
 from curvlab.linalg.execution import LOW_PRECISION, in_float
 from curvlab.measure import device
 from curvlab.staleness import (
+    Members,
     SettingsWatch,
     Versions,
     identities,
@@ -82,7 +83,8 @@ class Network:
     is the user's own model, to which steps are added; it is `model` unless it is in bfloat16 or float16, when
     a float32 copy of it is worked with, `copied`. `probed` are the structures on which a recording was
     compared with the model's own gradients, with whether sequences come before examples in them;
-    `later_batches` counts those that were not.
+    `later_batches` counts those that were not. `known_forward` holds what the last batch showed, if the next
+    can be compared with it call by call.
 
     >>> network = Network.of(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)), ["0"])
     >>> list(network.parameters), network.left_out
@@ -97,6 +99,7 @@ class Network:
     tree: tuple[tuple[str, int], ...] = field(init=False, repr=False)
     probed: dict[Hashable, bool] = field(default_factory=dict, init=False, repr=False)
     later_batches: Iterator[int] = field(default_factory=count, init=False, repr=False)
+    known_forward: list[object] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "given", self.model if self.copied is None else self.copied.given)
@@ -157,7 +160,7 @@ class Network:
 
     def check_modes(self) -> None:
         """Refuse layers whose output is random, mixes the examples of a batch or changes their buffers."""
-        for name, module in self.model.named_modules():
+        for name, module in Members.of(self.model).modules:
             if module.training and (isinstance(module, nn.RReLU) or _drops(module)):
                 raise ProblemError(
                     f"layer `{name}` ({type(module).__name__}) is in training mode: its output is random, so "

@@ -7,12 +7,14 @@ structure (modules, modes, hooks, parameters, and the functions that the forward
     logits      of the whole batch, watched and not; of a few examples alone
     gradient    of up to `EXAMPLES` examples, assembled from the recording, with autograd's
     examples    Σ_k a_k ∇ξ_{i_k} of a few examples, assembled from rows of the batch, with theirs when alone
+    places      the logits of a few examples that stand one place further on
 
 A difference beyond rounding is an error that names the first parameter where it shows. A later batch that
 goes the same way through the same structure is read off the forward as it runs: its logits and its loss are
-the model's own. Of it one example, another one each time, is run alone, unless the forward is a chain, each
-of whose calls works on every row by itself. All is compared again, in every batch, where calls move or join
-rows by what the data are, and where hooks see the gradients.
+the model's own. A forward that was nothing but a chain is compared with that one call by call, and read anew
+where it differs (`curvlab.model.chain`). Of any other forward one example, another one each time, is run
+alone, unless it is a chain, each of whose calls works on every row by itself. All is compared again, in every
+batch, where calls move or join rows by what the data are, and where hooks see the gradients.
 """
 
 from __future__ import annotations
@@ -27,16 +29,25 @@ from torch import Tensor
 from curvlab.criteria import Criterion
 from curvlab.criteria.base import AllWeightsZeroError
 from curvlab.exceptions import ProblemError
+from curvlab.linalg.pending import require
 from curvlab.measure import device
 from curvlab.model.forward import Forward
 from curvlab.model.network import Inputs, Network, slice_examples, take_examples
-from curvlab.model.recording import GraphRecording, Recording, record
+from curvlab.model.recording import (
+    ChainRecording,
+    GraphRecording,
+    KnownForward,
+    Recording,
+    record,
+    record_known,
+)
 
 __all__ = ["record_and_probe"]
 
 EXAMPLES = 64
 # Weights of the examples that are run alone: told apart by size and sign.
 COEFFICIENTS = (1.0, -0.7, 0.45)
+MOVED = 8  # examples that are run in other places
 # Relative differences that rounding explains, also in deep networks in float32.
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-7}
 NEGLIGIBLE = 1e-2  # of the tolerance, relative to the whole gradient: parameters whose gradient is rounding
@@ -46,10 +57,17 @@ def record_and_probe(
     network: Network, criterion: Criterion, inputs: Inputs, targets: Tensor, *, torch_layout: bool = False
 ) -> Recording:
     """The recording of a batch, compared with the model itself where its structure is new."""
+    known = next(iter(network.known_forward), None)  # another thread may clear it
+    if isinstance(known, KnownForward):
+        followed = record_known(network, criterion, inputs, targets, known, torch_layout=torch_layout)
+        if followed is not None:
+            return followed
+        network.known_forward.clear()
     recording, forward = record(network, criterion, inputs, targets, torch_layout=torch_layout)
     if not device.readable(forward.logits):
         return recording
-    key: Hashable = (network.structure_key(), forward.way, type(recording))
+    structure = network.structure_key()
+    key: Hashable = (structure, forward.way, type(recording))
     if key not in network.probed or forward.rows_may_meet or network.has_backward_hooks():
         network.probed[key] = _probe(network, criterion, inputs, targets, torch_layout, recording, forward)
     elif isinstance(recording, GraphRecording) and recording.examples > 1:
@@ -58,6 +76,8 @@ def record_and_probe(
         recording, _ = record(
             network, criterion, inputs, targets, torch_layout=torch_layout, sequences_first=True
         )
+    elif isinstance(recording, ChainRecording) and forward.calls and not network.has_backward_hooks():
+        network.known_forward[:] = [KnownForward(structure, forward.calls, recording.chain)]
     return recording
 
 
@@ -128,6 +148,7 @@ class _Probe:
         self._compare_gradient(part, self._own_logits(part.inputs_given) if own is None else own)
         del own
         self._compare_alone(part)
+        self._compare_moved(part)
 
     def _own_logits(self, inputs: Inputs) -> Tensor:
         """The logits of the model's own forward, unwatched, with their graph."""
@@ -136,10 +157,13 @@ class _Probe:
 
     def _compare_logits(self, ours: Tensor, own: Tensor, what: str, why: str) -> None:
         if ours.shape != own.shape or not _close(ours, own, float(own.abs().max())):
-            raise ProblemError(
-                f"the logits of {type(self.network.model).__name__} differ for {what}: {why}. Curvature is "
-                f"that of one function of one example"
-            )
+            raise self._differing(what, why)
+
+    def _differing(self, what: str, why: str) -> ProblemError:
+        return ProblemError(
+            f"the logits of {type(self.network.model).__name__} differ for {what}: {why}. Curvature is "
+            f"that of one function of one example"
+        )
 
     def _compare_gradient(self, recording: Recording, logits: Tensor) -> None:
         terms = recording.terms
@@ -202,15 +226,38 @@ class _Probe:
             recording.weighted_gradients(weights), own, "of single examples differs from theirs alone"
         )
 
+    def _compare_moved(self, recording: Recording) -> None:
+        """A few examples, each one place further on than in the batch: what stands there must not matter."""
+        counted = torch.nonzero(recording.weights > 0)[:MOVED, 0].cpu()
+        if len(counted) < 2:
+            return
+        order = counted.roll(1)
+        try:
+            logits = self._own_logits(take_examples(recording.inputs_given, order))
+        except Exception:  # the model takes no batch of another size: `_compare_alone` has said what can be
+            return
+        terms = recording.terms
+        batch = terms.as_logits(terms.logits, torch.ones_like(terms.within))
+        self._compare_logits(
+            batch[order.to(batch.device)], logits.detach(), "examples in other places", _PLACE
+        )
+
     def compare_one_alone(self, recording: Recording) -> None:
         """The logits of one example by itself against those in the batch."""
         terms = recording.terms
         index = 1 + next(self.network.later_batches) % (recording.examples - 1)
         logits, row = self._alone(recording, index)
-        values = terms.as_logits(terms.logits, torch.ones_like(terms.within))[index]
-        self._compare_logits(
-            values, logits[row].detach(), f"example {index} in the batch and without the others", _DEPEND
-        )
+        ours, own = terms.as_logits(terms.logits, torch.ones_like(terms.within))[index], logits[row].detach()
+        what = f"example {index} in the batch and without the others"
+        if ours.shape != own.shape:
+            raise self._differing(what, _DEPEND)
+
+        def judge(found: list[float]) -> None:
+            difference, largest = found
+            if not difference <= TOLERANCE.get(own.dtype, 1e-3) * largest:
+                raise self._differing(what, _DEPEND)
+
+        require([(ours - own).abs().max(), own.abs().max()], judge)
 
     def _alone(self, recording: Recording, index: int) -> tuple[Tensor, int]:
         """The logits without the other examples: alone, or repeated where the model takes no batch of one."""
@@ -225,6 +272,7 @@ _TWICE = (
     "its forward depends on how often it was called or on who watches it (a counter, a cache, random "
     "numbers, tracing)"
 )
+_PLACE = "what it does to an example depends on where it stands in the batch, or on the others"
 _DEPEND = (
     "examples depend on each other or on the size of the batch (batch statistics, sorting, a branch on its "
     "size)"

@@ -13,7 +13,7 @@ computed when first asked for, and kept.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
@@ -27,7 +27,8 @@ from curvlab.linalg import GramFactor
 from curvlab.linalg.execution import FullPrecision
 from curvlab.linalg.steps import Gradient, RowGradient
 from curvlab.measure import device
-from curvlab.model.forward import Forward, check_finite, run_forward
+from curvlab.model.chain import KnownChain
+from curvlab.model.forward import Forward, check_finite, follow_forward, run_forward
 from curvlab.model.layers import Chain, Layer
 from curvlab.model.network import Inputs, Network, tensors_of
 from curvlab.model.nodes import Cotangent, NodeInput, NonlinearNode, formed, starting_at_nodes
@@ -41,10 +42,12 @@ __all__ = [
     "ChainRecording",
     "GradientMean",
     "GraphRecording",
+    "KnownForward",
     "LayerRecord",
     "Recording",
     "gradient_of",
     "record",
+    "record_known",
 ]
 
 
@@ -634,15 +637,50 @@ def record(
 ) -> tuple[Recording, Forward]:
     """Run one batch through the network and keep what providers need; the model is left as it was."""
     forward = run_forward(network, inputs, sequences_first=sequences_first)
-    check_finite(network, inputs, forward)
+    read, chain = forward.read, forward.chain
+    hidden = None if read is None else [layer.preactivation for layer in read.layers[:-1]]
+    check_finite(network, inputs, forward.logits, hidden)
     terms = LossTerms.of(criterion, forward.logits, targets.detach(), torch_layout=torch_layout)
     given = (network, terms, inputs, targets)
-    read, chain = forward.read, forward.chain
     if read is None or chain is None or terms.per_example != 1:
         return GraphRecording(*given, forward), forward
     inputs_of = tuple(layer.inputs.detach() for layer in read.layers)
     outputs_of = tuple(layer.preactivation.detach() for layer in read.layers)
     return ChainRecording(*given, chain, inputs_of, outputs_of), forward
+
+
+@dataclass(frozen=True, eq=False)
+class KnownForward:
+    """A forward that was a chain and nothing else, in a structure of the model's modules."""
+
+    structure: Hashable
+    calls: KnownChain
+    chain: Chain
+
+
+def record_known(
+    network: Network,
+    criterion: Criterion,
+    inputs: Inputs,
+    targets: Tensor,
+    known: KnownForward,
+    *,
+    torch_layout: bool = False,
+) -> ChainRecording | None:
+    """`record` of a batch on which the model is expected to do what it did; None where it did not."""
+    if known.calls.has_hooks():
+        return None
+    followed = follow_forward(network, inputs, known.calls)
+    if followed is None or network.structure_key() != known.structure:
+        return None
+    logits, follower = followed
+    check_finite(network, inputs, logits, follower.preactivations[:-1])
+    terms = LossTerms.of(criterion, logits, targets.detach(), torch_layout=torch_layout)
+    if terms.per_example != 1:
+        return None
+    inputs_of = tuple(h.detach() for h in follower.inputs)
+    outputs_of = tuple(z.detach() for z in follower.preactivations)
+    return ChainRecording(network, terms, inputs, targets, known.chain, inputs_of, outputs_of)
 
 
 def gradient_of(recording: Recording) -> Gradient:

@@ -36,7 +36,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from curvlab.model.bindings import bindings
-from curvlab.model.chain import ChainReader
+from curvlab.model.chain import GETTERS, QUESTIONS, ChainReader
 from curvlab.model.decompositions import DECOMPOSITIONS, NotDecomposedError
 from curvlab.model.double_backward import refuse_reentrant_checkpoint
 from curvlab.model.nodes import NodeFinder, NonlinearNode, base_name, is_linear, weak_hook
@@ -53,16 +53,6 @@ __all__ = [
     "listener_of",
     "rows_may_meet",
 ]
-
-# Questions about a tensor that compute nothing: the way that a forward takes is made of the other calls.
-QUESTIONS = frozenset(
-    {"__get__", "__set__", "size", "dim", "numel", "stride", "is_floating_point", "__len__"}
-)
-# Attributes that are tensors of their own: `p.T` is a constant where p is one.
-VIEWS = ("T", "mT", "H", "mH", "data", "real", "imag")
-GETTERS = frozenset(
-    getattr(Tensor, name).__get__ for name in VIEWS if hasattr(getattr(Tensor, name), "__get__")
-)
 
 
 @dataclass(frozen=True)
@@ -184,13 +174,20 @@ class Watch(TorchFunctionMode):
         if name in QUESTIONS:
             found = func(*args, **kwargs)
             if func in GETTERS:
-                self.trace.note("view", args, kwargs, found)
+                self._note_call(func, "view", args, kwargs, found)
                 if self._is_constant(args[0]):
                     self._note_constant(found)
             return found
         output = self._called(func, name, args, kwargs)
-        self.trace.note(name, args, kwargs, output)
+        self._note_call(func, name, args, kwargs, output)
         return output
+
+    def _note_call(
+        self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        self.trace.note(name, args, kwargs, output)
+        if self._reader is not None:
+            self._reader.note(func, args, kwargs, output)
 
     def _called(
         self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]

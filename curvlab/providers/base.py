@@ -11,8 +11,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
+import torch
 from torch import Tensor
 
 from curvlab.curvature import Curvature
@@ -129,6 +130,10 @@ class Provider(ABC):
         """A provider of the same solutions for solvers with the mean input factor, perhaps at less cost."""
         return self
 
+    def resolved(self, problem: Problem) -> Provider:
+        """The same with what fields that say `auto` are on this problem: what results are labelled with."""
+        return self
+
 
 Positions = int | Literal["all"]
 RowStructure = Literal["kronecker", "ekfac", "diagonal", "block", "layer", "full"]
@@ -183,11 +188,17 @@ class RowFields(Provider):
     def for_mean_input(self, problem: Problem) -> Provider:
         """With the mean input factor B is that of ḡ, so the rows of positions need not be summed up.
 
-        A tied matrix is the exception: its solvers take the diagonal of what `sharing` gives.
+        Exceptions are a tied matrix, whose solvers take the diagonal of what `sharing` gives, and output
+        sides wider than `max_factor`, whose bias block is diagonal where the rows of positions are many.
         """
-        if self.structure != "kronecker" or any(layer.kind == "tied" for layer in problem.layers):
+        if self.structure != "kronecker" or any(map(self._needs_positions, problem.layers)):
             return self
         return replace(self, sharing="reduce", positions="all")
+
+    def _needs_positions(self, layer: Layer) -> bool:
+        shape = tuple(layer.weight.shape)
+        widths = (role.matrix_view(shape).matrix_shape[1] for role in layer.roles)
+        return layer.kind == "tied" or any(width > self.max_factor for width in widths)
 
     def row_notes(self, problem: Problem) -> tuple[str, ...]:
         """What is not as the fields say."""
@@ -208,6 +219,12 @@ class ChainOrRows(RowFields):
         if self.kind != "auto":
             return self.kind
         return "recursive" if problem.chain is not None and self.structure == "kronecker" else "rows"
+
+    def resolved(self, problem: Problem) -> Provider:
+        """With the kind, unless that is the recursion, which keeps the short names that the paper has."""
+        kind = self.resolve(problem)
+        changed: dict[str, Any] = {} if kind in ("recursive", self.kind) else {"kind": kind}
+        return replace(self, **changed) if changed else self
 
     def check(self, problem: Problem, name: str) -> None:
         if self.kind == "recursive":
@@ -263,8 +280,11 @@ def _layer(layer: Layer, outputs: Iterator[Factor], inputs: Iterator[InputFactor
     if layer.kind == "tied":
         return TiedLayer(str(layer.weight_name), shape, tuple(summands))
     (only,) = summands
+    mean = next(outputs)
+    if any(isinstance(part.output, DiagonalFactor) for part in only.parts):
+        mean = DiagonalFactor(mean.diagonal())  # a stream's rows became many on the way
     return SharedLayer(
-        layer.name, layer.weight_name, layer.bias_name, only.view, only.parts, mean_output=next(outputs)
+        layer.name, layer.weight_name, layer.bias_name, only.view, only.parts, mean_output=mean
     )
 
 
@@ -304,6 +324,7 @@ def example_layers(context: Context, factors: Sequence[Factor], structure: str) 
 def side_notes(layers: Sequence[LayerCurvature]) -> tuple[str, ...]:
     """What the layers' sides leave out: diagonal sides, and layers whose mean gradient has no curvature."""
     notes = []
+    losing = _losing_their_mean([layer for layer in layers if isinstance(layer, SharedLayer)])
     for layer in layers:
         if isinstance(layer, PlainLayer) and isinstance(layer.factor, DiagonalFactor):
             notes.append(f"`{layer.name}` is wider than max_factor: its block is diagonal")
@@ -315,7 +336,7 @@ def side_notes(layers: Sequence[LayerCurvature]) -> tuple[str, ...]:
         if isinstance(layer, SharedLayer):
             if any(isinstance(part.output, DiagonalFactor) for part in layer.parts):
                 notes.append(f"layer `{layer.name}`: its output side is wider than max_factor, and diagonal")
-            if _loses_mean(layer):
+            if layer.name in losing:
                 notes.append(
                     f"layer `{layer.name}`: the gradients of an example's positions cancel, so that `sm-kfi` "
                     f"and `ea-cg` see no curvature there"
@@ -323,18 +344,22 @@ def side_notes(layers: Sequence[LayerCurvature]) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _loses_mean(layer: SharedLayer) -> bool:
-    """Whether ḡ vanishes for all of a part though the gradients at its positions do not."""
-    start = 0
-    for part in layer.parts:
-        size = part.output.size
-        own, mean = part.output.trace(), layer.mean_output.diagonal()[start : start + size].sum()
-        if not device.readable(own):
-            return False
-        if float(own) > 0 and float(mean) <= CANCELLED * float(own):
-            return True
-        start += size
-    return False
+def _losing_their_mean(layers: Sequence[SharedLayer]) -> set[str]:
+    """The layers in which ḡ vanishes for all of a part though the gradients at its positions do not."""
+    names, sums = [], []
+    for layer in layers:
+        start, means = 0, layer.mean_output.diagonal()
+        for part in layer.parts:
+            size = part.output.size
+            names.append(layer.name)
+            sums.append(torch.stack([part.output.trace(), means[start : start + size].sum()]))
+            start += size
+    if not sums or not device.readable(sums[0]):
+        return set()
+    read = torch.stack(sums).tolist()  # once, for all layers
+    return {
+        name for name, (own, mean) in zip(names, read, strict=True) if own > 0 and mean <= CANCELLED * own
+    }
 
 
 CANCELLED = 1e-10

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, overload
 
 from curvlab.curvature import Curvature
@@ -19,6 +19,7 @@ from curvlab.problem import Problem
 from curvlab.providers.base import Context, Provider
 from curvlab.providers.registry import providers
 from curvlab.providers.statistics import Means, Statistic, Values
+from curvlab.specs import Spec, parse
 from curvlab.staleness import Versions
 
 if TYPE_CHECKING:
@@ -96,9 +97,11 @@ class Chosen:
     @classmethod
     def of(cls, chosen: Sequence[str | Provider], problem: Problem) -> Chosen:
         """Look the providers up and let them check the problem, before any work is done."""
-        named = tuple(_named(spec) for spec in chosen)
-        for name, provider in named:
+        asked = [_named(spec) for spec in chosen]
+        for name, provider in asked:
             provider.check(problem, name)
+        labels = [_label(spec, *given, problem) for spec, given in zip(chosen, asked, strict=True)]
+        named = tuple((label, provider) for label, (_, provider) in zip(labels, asked, strict=True))
         wanted = {statistic: None for _, provider in named for statistic in provider.statistics(problem)}
         return cls(named, tuple(wanted))
 
@@ -152,6 +155,19 @@ def _named(spec: str | Provider) -> tuple[str, Provider]:
         return providers.canonical(instance), instance
     except SpecError:
         return type(instance).__name__, instance
+
+
+def _label(spec: str | Provider, name: str, provider: Provider, problem: Problem) -> str:
+    """The name with the values that fields which say `auto` have on this problem."""
+    resolved = provider.resolved(problem)
+    if resolved == provider:
+        return name
+    if not isinstance(spec, str):
+        return _named(resolved)[0]
+    parsed = parse(spec)
+    own = {field.name: getattr(resolved, field.name) for field in fields(resolved)}
+    found = {key: str(value) for key, value in own.items() if value != getattr(provider, key)}
+    return str(Spec(parsed.name, parsed.fields | found))
 
 
 def _means(problem: Problem, wanted: Sequence[Statistic]) -> dict[Statistic, Values]:

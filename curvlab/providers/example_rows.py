@@ -33,7 +33,7 @@ from curvlab.model.uses import LinearUse, WeightUse
 from curvlab.model.watch import SeenUse
 from curvlab.staleness import Stamp
 
-__all__ = ["ExampleSums", "UseRows", "WeightRows", "chain_example_factors", "groups_of"]
+__all__ = ["ExampleSums", "UseRows", "WeightRows", "chain_example_factors", "groups_of", "modules_of"]
 
 PIECE_ENTRIES = 1 << 24  # of R, formed at once
 LARGEST_GRAM = 1 << 26  # entries of a Gram matrix over positions
@@ -203,8 +203,34 @@ def groups_of(layers: Sequence[Layer], structure: str) -> list[tuple[str, tuple[
     if structure == "full":
         return [("network", tuple(name for layer in layers for name in layer.names))]
     if structure == "layer":
-        return [(layer.name, layer.names) for layer in layers]
+        return [
+            (name, tuple(n for one in members for n in one.names)) for name, members in modules_of(layers)
+        ]
     return [(name, (name,)) for layer in layers for name in layer.names]
+
+
+def modules_of(layers: Sequence[Layer]) -> list[tuple[str, tuple[Layer, ...]]]:
+    """Layers, with those that are the weight and the bias of one module in one group, as of a normalisation.
+
+    The scale and the shift of a normalisation have no Kronecker structure, so each is a layer to all else.
+    """
+    groups: dict[str, list[Layer]] = {}
+    for layer in layers:
+        owners = {_owner(name) for name in layer.names}
+        owner = next(iter(owners)) if len(owners) == 1 else None
+        groups.setdefault(layer.name if owner is None else f"{owner}.weight", []).append(layer)
+    return [
+        (members[0].name if len(members) == 1 else key.removesuffix(".weight"), tuple(members))
+        for key, members in groups.items()
+    ]
+
+
+def _owner(parameter: str) -> str | None:
+    """The module whose `weight` or `bias` a parameter is, or makes by a parametrization."""
+    path = parameter.split(".")
+    if "parametrizations" in path:
+        path = [*path[: (at := path.index("parametrizations"))], path[at + 1]]
+    return ".".join(path[:-1]) if path[-1] in ("weight", "bias") else None
 
 
 def _factors(

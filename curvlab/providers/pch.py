@@ -25,7 +25,7 @@ Where every activation is piecewise linear and the criterion convex, PCH is Gaus
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Literal
 
@@ -39,6 +39,7 @@ from curvlab.model.layers import Chain
 from curvlab.problem import Problem
 from curvlab.providers.base import INPUTS, ChainOrRows, Context, Provider, factor_layers, kronecker_layers
 from curvlab.providers.ekfac import EigenMoments, eigen_layers, row_statistics
+from curvlab.providers.example_rows import modules_of
 from curvlab.providers.operators import products_at_once
 from curvlab.providers.pch_operator import PositiveHessian
 from curvlab.providers.propagation import NODE_CURVATURES, PropagatedCurvature
@@ -114,6 +115,13 @@ class PCH(ChainOrRows):
     def for_mean_input(self, problem: Problem) -> Provider:
         return super().for_mean_input(problem) if self.resolve(problem) == "rows" else self
 
+    def resolved(self, problem: Problem) -> Provider:
+        found = super().resolved(problem)
+        kind = self.resolve(problem)
+        if self.poseig != "auto" or kind == "recursive" or not isinstance(found, PCH):
+            return found
+        return replace(found, poseig="node" if kind == "exact" else "last")
+
     def products(self, problem: Problem) -> PropagatedCurvature:
         """The statistic that gives the output sides of the kind `rows`."""
         drawn = None if self.samples == "all" else self.samples
@@ -168,8 +176,9 @@ class PCH(ChainOrRows):
     def _gammas(self, problem: Problem) -> tuple[float, ...]:
         """γ of each side, or of each group of parameters."""
         gammas = self._gamma_of(problem)
-        counts = {"layer": lambda _: 1, "kronecker": side_count, "ekfac": side_count}
-        count = counts.get(self.structure, lambda layer: len(layer.names))
+        if self.structure == "layer":
+            return tuple(gammas[members[0].name] for _, members in modules_of(problem.layers))
+        count = side_count if self.structure in ("kronecker", "ekfac") else lambda layer: len(layer.names)
         return tuple(gammas[layer.name] for layer in problem.layers for _ in range(count(layer)))
 
     def _exact(self, context: Context, name: str) -> Curvature:

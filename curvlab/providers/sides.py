@@ -11,7 +11,7 @@ terms where the layer's positions are theirs. With `positions` = q only q positi
 drawn without replacement, by a hash of the example: A and B are then S/q times their sums, and have few rows.
 
 A side is kept as its rows (a Gram factor) while they are fewer than its columns and as a matrix otherwise;
-where columns and rows both exceed `max_factor` it is diagonal.
+where columns and rows both exceed `max_factor` it is diagonal, and so is the bias block of such a side.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ class Sides:
 class FactorSum:
     """Σ_r rows_rᵀ diag(c_r) rows_r of one side, or of each of several `parts`, in the form that is smallest.
 
-    `expected` is how many rows will be added in all; `plain` where the side is a whole parameter, which is
-    diagonal as soon as it is wider than `limit`. Parts are the groups of a convolution: their rows come
-    together, and are multiplied together.
+    `expected` is how many rows will be added in all; `plain` where the side is a whole parameter, or goes
+    with a diagonal one: it is diagonal as soon as it is wider than `limit`. Parts are the groups of a
+    convolution: their rows come together, and are multiplied together.
     """
 
     size: int
@@ -193,6 +193,8 @@ def position_weights(recording: GraphRecording, uses: Sequence[WeightUse]) -> li
             weights.append(recording.row_weights[:, None] * inside)
         else:
             each = recording.row_weights[:, None] / total
+            if terms.equal_weights:  # shown by the layout, so that no use has to look at the values
+                each = each[:1]
             weights.append(each.expand(recording.examples, use.positions))
     return weights
 
@@ -348,14 +350,17 @@ class OutputSums:
             size = layer.out_features if layer.kind == "linear" else prod(shape)
             yield FactorSum(size, passes * examples, limit, layer.kind == "plain")
             return
+        diagonal = False
         for number, role in enumerate(layer.roles):
             parts, outputs, _ = role.matrix_view(shape).matrix_shape
             total = max((one.total for one in self._placed_in(layer, number)), default=1)
             rows = 1 if self._reduces(role) else self.sides.sampled(total) or total
             for _ in role.slices:
-                yield FactorSum(outputs, passes * examples * rows, limit, parts=role.groups)
+                yield (own := FactorSum(outputs, passes * examples * rows, limit, parts=role.groups))
+                diagonal = diagonal or own.diagonal
         if layer.kind == "shared":
-            yield FactorSum(parts * outputs, passes * examples, limit)
+            # The bias block of a diagonal side is diagonal too, however few its rows.
+            yield FactorSum(parts * outputs, passes * examples, limit, plain=diagonal)
 
     def _placed_in(self, layer: Layer, number: int) -> list[PlacedUse]:
         found = (self._placed.get(seen) for seen in self.recording.weight_uses(layer))

@@ -43,8 +43,8 @@ class ShownComparison(Comparison):
 
     @property
     def answer(self) -> str:
-        """The answer in words: the headline, then one paragraph per line."""
-        return self.recommendation.text
+        """The answer in words: the headline, why, and what limits it; `recommendation.text` says more."""
+        return self.recommendation.brief
 
     def figure(self, name: str) -> Axes:
         """One of the report's figures by name, in light colours."""

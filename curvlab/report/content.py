@@ -114,10 +114,19 @@ class Section:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a page opens with."""
+    """What a page opens with: the answer, why, and what limits it; `details` are folded below."""
 
     headline: str
     paragraphs: tuple[str, ...] = ()
+    cautions: tuple[str, ...] = ()
+    details: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, found: Recommendation) -> Answer:
+        """A recommendation in short, with its whole account as details."""
+        if not found.reasons:
+            return cls(found.headline, found.paragraphs)
+        return cls(found.headline, (" ".join(found.reasons),), found.cautions, found.paragraphs)
 
 
 @dataclass(frozen=True)
@@ -126,7 +135,7 @@ class Content:
 
     title: str
     facts: tuple[tuple[str, str], ...]
-    answer: Answer | Recommendation
+    answer: Answer
     sections: tuple[Section, ...]
     look: Callable[[Theme], Look]
     names: tuple[str, ...]
@@ -153,7 +162,7 @@ def content_of(comparison: Comparison) -> Content:
     return Content(
         title="Which curvature, which solver?",
         facts=(*_facts(comparison.config), *_coverage(comparison)),
-        answer=answer_of(comparison),
+        answer=Answer.of(answer_of(comparison)),
         sections=tuple(section for section in sections if section is not None),
         look=lambda theme: Look.of_frames(*frames, theme=theme),
         names=tuple(f"{provider} + {solver}" for provider, solver in pairs_of(cells)),
@@ -169,8 +178,12 @@ def answer_of(comparison: Comparison) -> Recommendation:
         evidence=evidence_of(comparison),
     )
     doubt = disturbance_words(comparison.repetitions)
+    if not doubt:
+        return found
     *paragraphs, small_print = found.paragraphs or ("",)
-    return replace(found, paragraphs=(*paragraphs, doubt, small_print)) if doubt else found
+    brief, _, _ = doubt.partition(" (each made")
+    cautions = (f"{brief} (--fresh measures again).", *found.cautions)
+    return replace(found, paragraphs=(*paragraphs, doubt, small_print), cautions=cautions)
 
 
 def _facts(config: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:

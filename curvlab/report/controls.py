@@ -185,7 +185,10 @@ def control_words(pairs: Sequence[Candidate], against: Mapping[Pair, Against]) -
 
 @dataclass(frozen=True)
 class Damping:
-    """α beside the largest eigenvalue of the exact Hessian at the deciding point (medians over draws)."""
+    """α beside the Hessian's largest eigenvalue at the deciding point (medians over draws).
+
+    Where even the largest is below zero, all curvature is negative, and at least as large as its magnitude.
+    """
 
     alpha: float
     largest: float
@@ -194,7 +197,7 @@ class Damping:
     @property
     def rules(self) -> bool:
         """Whether α outweighs every eigenvalue, so that every damped step is nearly the gradient's."""
-        return (1 - self.alpha) * self.largest < self.alpha
+        return (1 - self.alpha) * abs(self.largest) < self.alpha
 
 
 def damping_words(damping: Damping | None) -> list[str]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import pandas as pd
 
 from curvlab.report.numbers import percent
-from curvlab.report.pareto import Candidate, candidates
+from curvlab.report.pareto import BARGAIN, Candidate, candidates
 
 __all__ = ["ANGLE", "CURVATURE", "LOSS", "MEASURES", "STEP", "Measure", "curvature_words", "measure_of"]
 
@@ -95,8 +95,8 @@ STEP = Measure(
     noun="distance",
     basis="distance to the Newton step",
     closer="is closer to the Newton step",
-    rule="needs the least time for each halving of the way to the Newton point (a step at distance 25 % "
-    "halves it twice; under 1 % counts as 1 %)",
+    rule=f"is the most accurate that needs up to {BARGAIN:g} × the least time for each halving of the way to "
+    "the Newton point (a step at distance 25 % halves it twice; under 1 % counts as 1 %)",
     axis="distance to the Newton step (%)",
     definition="Distance to the Newton step: ‖d − n‖ / ‖n‖ of the pair's step d and the step n that solves "
     "((1−α)H + αI) n = −g with the exact Hessian, block by block. It depends on the provider and on the "
@@ -117,7 +117,7 @@ LOSS = Measure(
     noun="loss that is left",
     basis="decrease of the loss",
     closer="lowers the loss more",
-    rule="needs the least time for each halving of the loss",
+    rule=f"is the most accurate that needs up to {BARGAIN:g} × the least time for each halving of the loss",
     axis="loss that a step leaves, best step size (%)",
     definition="Decrease of the loss: 1 − L(θ + ηd) / L(θ) on the batch that the step d is from, at the best "
     "step size η; on another batch at that same η.",
@@ -128,7 +128,8 @@ CURVATURE = Measure(
     noun="error",
     basis="error of the curvature (bias blocks, from the absolute Hessian |H|)",
     closer="has a smaller error",
-    rule="has the smallest product of the two (errors under 1 % count as 1 %)",
+    rule=f"is the most accurate of those whose product of the two is up to {BARGAIN:g} × the smallest "
+    "(errors under 1 % count as 1 %)",
     axis="bias blocks: distance from |H| (%)",
     definition="Error: ‖B̃ − |B|‖ / ‖|B|‖ in the Frobenius norm, how far the provider's bias blocks B̃ are "
     "from those of the absolute Hessian |H|, which has the absolute eigenvalues of the exact blocks B (the "

@@ -9,7 +9,7 @@ they agree to one part in a thousand.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pandas as pd
@@ -17,9 +17,22 @@ import pandas as pd
 from curvlab.studies.compare.decisions import Decision
 from curvlab.studies.compare.timing import ROUNDS
 
-__all__ = ["Candidate", "candidates", "front", "level_with", "undominated", "zero_step_pairs"]
+__all__ = [
+    "BARGAIN",
+    "Candidate",
+    "best_by_price",
+    "candidates",
+    "front",
+    "level_with",
+    "undominated",
+    "zero_step_pairs",
+]
 
 SAME_ERROR = 1e-3
+BARGAIN = 2.0
+"""Up to this multiple of the lowest price a pair is as good a bargain, and accuracy decides."""
+SAME_COST = 0.1
+"""Costs that differ by less are no reason for one of two equally accurate pairs, however surely they do."""
 ROUNDING = 1e-9  # relative errors below this are rounding, not error
 
 
@@ -52,6 +65,25 @@ class Candidate:
             if {self.name, other.name} <= set(decided.names):
                 return decided.same(self.name, other.name)
         return abs(self.cost - other.cost) <= max(self.spread, other.spread)
+
+    def bargain(self, lowest: Candidate, price: Callable[[Candidate], float]) -> bool:
+        """Whether the price is not shown to be above `BARGAIN` times that of `lowest`.
+
+        Prices are in proportion to the time: the interval of the paired times, times the ratio of both
+        prices of a second, then reaches below that factor. An infinite price is none.
+
+        >>> a, b = (Candidate("p", "s", cost, 0.0, error) for cost, error in ((1.0, 0.2), (2.8, 0.1)))
+        >>> b.bargain(a, lambda pair: pair.cost * pair.error)
+        True
+        """
+        own, least = price(self), price(lowest)
+        if not (math.isfinite(own) and math.isfinite(least)):
+            return False
+        for decided in self.times:
+            if {self.name, lowest.name} <= set(decided.names):
+                of_a_second = (own / self.cost) / (least / lowest.cost)
+                return decided.difference(self.name, lowest.name).lower * of_a_second <= BARGAIN
+        return own <= BARGAIN * least
 
     def better_error(self, other: Candidate) -> bool:
         """Whether this error is smaller by more than the tolerance; an unknown one never is."""
@@ -102,13 +134,32 @@ def front(pairs: Sequence[Candidate]) -> list[Candidate]:
     return kept[::-1]
 
 
+def best_by_price(
+    pairs: Sequence[Candidate], ahead: Sequence[Candidate], price: Callable[[Candidate], float]
+) -> list[Candidate]:
+    """The pair to suggest, then those that are level with it.
+
+    Of the front, the most accurate is suggested whose price is not shown to be more than `BARGAIN` times the
+    lowest. How two times compare depends on what else the machine does (by 20 % and more, where processors
+    share caches and units), so that the very lowest price is another one each time it is measured.
+
+    >>> a, b = Candidate("a", "s", 1.0, 0.1, 0.20), Candidate("b", "s", 2.1, 0.1, 0.10)
+    >>> [pair.provider for pair in best_by_price([a, b], [a, b], lambda pair: pair.cost * pair.error)]
+    ['b']
+    """
+    lowest = min(ahead, key=lambda pair: (price(pair), pair.error))
+    bargains = [pair for pair in ahead if pair == lowest or pair.bargain(lowest, price)]
+    best = min(bargains, key=lambda pair: (pair.error, pair.cost))
+    return [best, *level_with(best, pairs)]
+
+
 def level_with(pair: Candidate, pairs: Sequence[Candidate]) -> list[Candidate]:
-    """The other pairs that cost the same within the noise and have an error that is not larger."""
+    """The other pairs that cost the same, within the noise or a tenth, and have no larger error."""
     return [
         other
         for other in pairs
         if other != pair
-        and other.same_cost(pair)
+        and (other.same_cost(pair) or abs(other.cost - pair.cost) <= SAME_COST * pair.cost)
         and not pair.better_error(other)
         and _comparable(pair, other)
     ]

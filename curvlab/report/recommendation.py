@@ -2,10 +2,11 @@
 
 Cost is the median of estimate + prepare + apply. Accuracy is the first of four measures that is known
 (`measures`). Only pairs that beat the gradient step are suggested (`controls`); where none does, the answer
-is to use the gradient. Of the Pareto front of those that do, the pair with the best price is suggested: the
-least time for each halving of the way to the Newton point, or the smallest product of time and error. Pairs
-whose steps are the same are one group, of which the cheapest is named. Where training was measured, the
-lowest loss decides. A pair whose step is zero is never suggested.
+is to use the gradient. A price is the time for each halving of the way to the Newton point, or the product of
+time and error; of the Pareto front of those that do, the most accurate pair is suggested whose price is not
+above twice the lowest: times compare a little differently whenever they are measured, and the answer must
+not (`pareto.best_by_price`). Pairs whose steps are the same are one group, of which the cheapest is named.
+Where training was measured, the lowest loss decides. A pair whose step is zero is never suggested.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from dataclasses import dataclass
 
 import pandas as pd
 
+from curvlab.report.brief import gradient_reasons, pair_reasons, short_cautions, training_reasons
 from curvlab.report.controls import Evidence, control_words, damping_words
 from curvlab.report.measures import Measure, measure_of
 from curvlab.report.numbers import join_names
-from curvlab.report.pareto import Candidate, candidates, front, level_with, zero_step_pairs
+from curvlab.report.pareto import Candidate, best_by_price, candidates, front, zero_step_pairs
 from curvlab.report.reasons import (
     NOISE,
     alternatives,
@@ -51,6 +53,8 @@ class Recommendation:
     `best` and the members of `front` (cheapest first) and `level` (those that `best` cannot be told from) are
     pairs (provider, solver); `best` is None where nothing finished. `measure` is the column of the cells that
     accuracy was read from: `distance` or `error_relative`, empty where neither is known.
+
+    `paragraphs` is the whole account; `reasons` and `cautions` say the same in a few sentences.
     """
 
     headline: str
@@ -59,11 +63,19 @@ class Recommendation:
     front: tuple[Pair, ...] = ()
     level: tuple[Pair, ...] = ()
     measure: str = ""
+    reasons: tuple[str, ...] = ()
+    cautions: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
-        """Headline and paragraphs, one a line."""
+        """Headline and paragraphs, one a line: the whole account."""
         return "\n".join((self.headline, *self.paragraphs))
+
+    @property
+    def brief(self) -> str:
+        """The answer, why, and what to be careful with, in a few lines."""
+        lines = (self.headline, " ".join(self.reasons), *(f"- {caution}" for caution in self.cautions))
+        return "\n".join(line for line in lines if line)
 
 
 def recommend(
@@ -98,8 +110,7 @@ def recommend(
     if not pairs:
         return _gradient(everyone, cells, convergence, measure, evidence)
     ahead = front(pairs) or [min(pairs, key=lambda pair: pair.cost)]
-    best = min(ahead, key=lambda pair: (measure.price(pair), pair.error))
-    level = level_with(best, pairs)
+    best, *level = best_by_price(pairs, ahead, measure.price)
     found = [run for run in runs(convergence) if (run.provider, run.solver) not in zero_step_pairs(cells)]
     trained = _trained(best, found, measure)
     paragraphs = [
@@ -126,6 +137,8 @@ def recommend(
         front=tuple(map(_key, ahead)),
         level=tuple(map(_key, level)),
         measure="" if math.isnan(best.error) else measure.column,
+        reasons=(*training_reasons(found), *pair_reasons(best, ahead, measure, evidence.against)),
+        cautions=tuple(short_cautions(cells, found, measure, evidence)),
     )
 
 
@@ -156,6 +169,8 @@ def _gradient(
         paragraphs=tuple(paragraphs),
         best=None if trained is None else trained[1],
         measure=measure.column,
+        reasons=(*training_reasons(found), *gradient_reasons(evidence.against)),
+        cautions=tuple(short_cautions(cells, found, measure, evidence)),
     )
 
 
@@ -184,6 +199,8 @@ def _headline(
     cells: pd.DataFrame,
     measure: Measure,
 ) -> str:
+    if len(pairs) == 1 and len(candidates(cells, measure.column)) > 1:
+        return f"Use {best.name}: no other pair beats the gradient step beyond the noise."
     if len(pairs) == 1:
         finished = "finished with a step" if zero_step_pairs(cells) else "finished"
         return f"Only {best.name} {finished}: there is nothing to compare it with."

@@ -434,15 +434,15 @@ class LayerSystems:
         """‖G⊥‖; None: zero."""
         return None if self.weight is None else self.weight.gradient.perp_norm
 
-    def diagonal(self) -> Tensor:
-        """What each row is multiplied by: the diagonal of Ã, and 1 for the bias."""
+    def diagonal(self, one: Tensor) -> list[Tensor]:
+        """What each row is multiplied by: the diagonal of Ã, and `one`, of one entry, for the bias."""
         entries = []
         if self.weight is not None:
             given = self.weight.coordinates.diagonal
             entries.append(self.weight.coordinates.matrix.diagonal() if given is None else given)
         if self.bias is not None:
-            entries.append(torch.ones_like(self.bias[:1]))
-        return torch.cat(entries)
+            entries.append(one)
+        return entries
 
 
 def stack_systems(layers: Sequence[LayerSystems], damping: Damping) -> StackedSystems:
@@ -468,7 +468,12 @@ class StackedSystems(SymmetricOperator):
         self._shift = example.new_full((), damping.shift)
         self._image, self._scaled = example.new_empty(shape), example.new_empty(shape)
         self._products = [
-            (layer.output, self._part(self._image, index), self._part(self._scaled, index))
+            (
+                layer.output,
+                self._part(self._image, index),
+                self._part(self._scaled, index),
+                self.systems(index),
+            )
             for index, layer in enumerate(layers)
         ]
 
@@ -483,12 +488,17 @@ class StackedSystems(SymmetricOperator):
         for index, layer in enumerate(self.layers):
             part = self._part(p, index)
             if layer.weight is not None:
-                part[: layer.rank] = -layer.weight.gradient.x.detach().T
+                torch.neg(layer.weight.gradient.x.detach().T, out=part[: layer.rank])
             if layer.perp_norm is not None:
-                p[self.firsts[index], self.width] = -layer.perp_norm.detach()
+                torch.neg(layer.perp_norm.detach(), out=p[self.firsts[index], self.width])
             if layer.bias is not None:
-                part[-1] = -layer.bias.detach()
+                torch.neg(layer.bias.detach(), out=part[-1])
         return p
+
+    def _joined_diagonal(self) -> Tensor:
+        """What each row of the stack is multiplied by, as a column."""
+        one = self._image.new_ones(1)
+        return torch.cat([entry for layer in self.layers for entry in layer.diagonal(one)])[:, None]
 
     @abstractmethod
     def _times_input(self, p: Tensor) -> None:
@@ -497,9 +507,15 @@ class StackedSystems(SymmetricOperator):
     def matmul(self, x: Tensor) -> Tensor:
         self._times_input(x)
         torch.mul(x, self._shift, out=self._image)
-        for output, image, scaled in self._products:
+        for output, image, scaled, _ in self._products:
             output.add_product_(image, scaled, self.damping.scale)
         return self._image
+
+    def rest(self, done: Tensor) -> None:
+        """Leave out the products with B of layers whose systems have all ended: of these τx is given."""
+        ended = done.flatten().tolist()
+        if any(ended):
+            self._products = [part for part in self._products if not all(ended[part[-1]])]
 
     @abstractmethod
     def systems(self, index: int) -> slice:
@@ -511,9 +527,9 @@ class StackedSystems(SymmetricOperator):
         bias = None if layer.bias is None else part[-1]
         if layer.weight is None:
             return None, bias
-        scale = torch.zeros_like(p[0, 0])
-        if layer.perp_norm is not None:
-            # Where the norm is zero, so is its row's entry: there is no G⊥ and c is zero.
+        if layer.perp_norm is None:
+            scale = torch.zeros_like(p[0, 0])
+        else:  # where the norm is zero, so is its row's entry: there is no G⊥ and c is zero
             scale = p[self.firsts[index], self.width] / nonzero_or_one(layer.perp_norm)
         return layer.weight.gradient.assemble(part[: layer.rank].T, Scalar(scale)), bias
 
@@ -531,7 +547,7 @@ class _OneRowEach(StackedSystems):
 
     @cached_property
     def _diagonal(self) -> Tensor:
-        return torch.cat([layer.diagonal() for layer in self.layers])[:, None]
+        return self._joined_diagonal()
 
     def _times_input(self, p: Tensor) -> None:
         torch.mul(p, self._diagonal, out=self._scaled)
@@ -561,7 +577,7 @@ class _OneLayer(StackedSystems):
         if layer.weight is not None and layer.weight.coordinates.diagonal is None:
             self._matrix = layer.weight.coordinates.matrix
         else:
-            self._diagonal = layer.diagonal()[:, None]
+            self._diagonal = self._joined_diagonal()
 
     def _times_input(self, p: Tensor) -> None:
         if self._diagonal is not None:

@@ -45,7 +45,14 @@ from torch import Tensor
 from curvlab.curvature import LayerCurvature
 from curvlab.exceptions import PairError
 from curvlab.linalg import Combination, DiagonalFactor, Factor, GramFactor, Matrix, RowProduct, eigh
-from curvlab.linalg.factors import InputFactors, InputKind, binary_scale, frobenius_norm, squares_in_range
+from curvlab.linalg.factors import (
+    InputFactors,
+    InputKind,
+    binary_scale,
+    frobenius_norm,
+    nonzero_or_one,
+    squares_in_range,
+)
 from curvlab.linalg.inverse import DenseInverse, DiagonalInverse, cholesky_shifted, diagonal_inverse
 from curvlab.linalg.steps import RowGradient
 from curvlab.measure import device
@@ -349,8 +356,7 @@ class MeanCoordinates(InputCoordinates):
     @cached_property
     def _norm(self) -> Tensor:
         """‖E[h]‖, one where it is zero."""
-        norm = self.trace.sqrt()
-        return torch.where(norm > 0, norm, torch.ones_like(norm))
+        return nonzero_or_one(self.trace.sqrt())
 
     @cached_property
     def basis(self) -> Tensor:
@@ -494,8 +500,10 @@ def _split(gradient: Tensor, basis: Tensor, scale: Tensor | None) -> tuple[Tenso
             torch.addmm(rows, x, basis.T, alpha=-1, out=perp)
         again = perp @ basis
         parts.append(x.add_(again))
-        norms.append(torch.stack([frobenius_norm(perp), torch.linalg.vector_norm(again)]))
-    first, second = torch.linalg.vector_norm(torch.stack(norms), dim=0).unbind()
+        norms.append((frobenius_norm(perp), torch.linalg.vector_norm(again)))
+    if len(parts) == 1:
+        return parts[0], _leg(*norms[0])
+    first, second = (torch.linalg.vector_norm(torch.stack(one)) for one in zip(*norms, strict=True))
     return torch.cat(parts), _leg(first, second)
 
 

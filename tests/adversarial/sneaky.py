@@ -403,6 +403,9 @@ table(
         "branch on the batch's mean": lambda: two(
             lambda s, x: s.head(s.a(x).tanh() if float(x[:, 0].max()) > 0 else 3 * s.a(x))
         ),
+        "every second example is left out": lambda: two(
+            lambda s, x: s.head(s.a(x).tanh() * (torch.arange(len(x)) % 2)[:, None])
+        ),
         "the first example differs": lambda: two(
             lambda s, x: s.head(torch.cat([s.a(x[:1]).tanh(), s.a(x[1:]).sin()]))
         ),

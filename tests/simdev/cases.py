@@ -1,4 +1,4 @@
-"""Small problems for the simulated device, and their twins on the CPU."""
+"""Problems for the simulated device with their twins on the CPU, and what a step asks of the device."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ import torch
 from torch import Tensor, nn
 
 import curvlab
+from curvlab.architectures import architecture
+from curvlab.linalg.execution import host_costs
+from curvlab.optim import SecondOrder
+from tests.simdev.device import Counts, Sim
 
-__all__ = ["CHAIN", "NETWORKS", "chain", "cnn", "problem", "seeded"]
+__all__ = ["CHAIN", "COUNTED", "NETWORKS", "chain", "cnn", "counts_of_step", "problem", "residual", "seeded"]
 
 CHAIN = (24, 16, 12, 10, 8, 8, 6, 5, 4)
 """As many layers as 3072-1024-…-10, narrow."""
@@ -49,3 +53,26 @@ def problem(made: Made, device: str) -> curvlab.Problem:
     return curvlab.Problem(
         copy.deepcopy(model).to(device), "cross-entropy", inputs.to(device), targets.to(device)
     )
+
+
+def residual() -> Made:
+    """A residual network, on random images."""
+    model = architecture("resnet8[norm=none,activation=silu]").build(inputs=(3, 32, 32), outputs=10)
+    return model, torch.randn(8, 3, 32, 32), torch.randint(10, (8,))
+
+
+WIDE = (3072, 1024, 512, 256, 128, 64, 32, 16, 10)
+COUNTED = {"chain": lambda: chain(WIDE, 500), "resnet8": residual}
+"""The networks whose steps are counted."""
+
+
+def counts_of_step(sim: Sim, network: str, provider: str, solver: str) -> Counts:
+    """What the second step asks of the device: the first makes what the others keep."""
+    host_costs.cache_clear()  # may have been measured with other costs
+    model, inputs, targets = COUNTED[network]()
+    model, inputs, targets = model.to("sim"), inputs.to("sim"), targets.to("sim")
+    optimizer = SecondOrder(model, "cross-entropy", provider, solver, lr=0.1, alpha=0.1)
+    optimizer.step(inputs, targets)
+    with sim.counted() as counting:
+        optimizer.step(inputs, targets)
+    return counting.counts

@@ -1,49 +1,47 @@
-"""Launches and host reads of one step, counted, for the network 3072-1024-…-10 with a batch of 500.
+"""Launches and host reads of one step, counted: the network 3072-1024-…-10 with a batch of 500, and resnet8.
 
 The counts are upper bounds at what they are today: a step that launches more has become slower on every
-accelerator, whatever the CPU says. Conjugate gradients end where they converge, so theirs
-depend on the network.
+accelerator, whatever the CPU says. Conjugate gradients end where they converge, so theirs depend on the
+network; those of resnet8, on 8 images here, depend on the batch, which decides about routes.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from curvlab.linalg.execution import host_costs
-from curvlab.optim import SecondOrder
-from tests.simdev.cases import chain
-from tests.simdev.device import Counts, Sim
+from benchmarks.launches import StepCounts
+from tests.simdev.cases import counts_of_step
+from tests.simdev.device import Sim
 
 pytestmark = pytest.mark.device
 
-WIDTHS = (3072, 1024, 512, 256, 128, 64, 32, 16, 10)
-BATCH = 500
 STEPS = {
-    ("pch-1", "ea-cg"): (924, 4),
-    ("pch-1", "kfi"): (534, 2),
-    ("fisher", "kfi"): (483, 2),
-    ("gauss-newton", "cg"): (1896, 4),
+    ("chain", "pch-1", "ea-cg"): (836, 4),
+    ("chain", "pch-1", "kfi"): (533, 2),
+    ("chain", "fisher", "kfi"): (482, 2),
+    ("chain", "gauss-newton", "cg"): (1873, 4),
+    ("resnet8", "fisher", "ea-cg"): (1964, 6),
+    ("resnet8", "fisher", "kfi"): (1162, 3),
+    ("resnet8", "fisher[positions=4]", "kfi"): (2991, 3),
 }
 """Launches and reads."""
 
 
-def counts_of(sim: Sim, provider: str, solver: str) -> Counts:
-    """Of the second step: the first makes what the others keep."""
-    host_costs.cache_clear()  # may have been measured with other costs
-    model, inputs, targets = chain(WIDTHS, BATCH)
-    model, inputs, targets = model.to("sim"), inputs.to("sim"), targets.to("sim")
-    optimizer = SecondOrder(model, "cross-entropy", provider, solver, lr=0.1, alpha=0.1)
-    optimizer.step(inputs, targets)
-    with sim.counted() as counting:
-        optimizer.step(inputs, targets)
-    return counting.counts
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("pair", STEPS, ids=" + ".join)
-def test_a_step_launches_and_reads_no_more_than_it_did(sim: Sim, pair: tuple[str, str]) -> None:
-    counts = counts_of(sim, *pair)
-    launches, reads = STEPS[pair]
+@pytest.mark.parametrize("step", STEPS, ids=" + ".join)
+def test_a_step_launches_and_reads_no_more_than_it_did(sim: Sim, step: tuple[str, str, str]) -> None:
+    counts = counts_of_step(sim, *step)
+    launches, reads = STEPS[step]
     assert counts.launches <= launches
     assert counts.reads <= reads
     assert counts.uploads == 0
+
+
+@pytest.mark.slow
+def test_asv_tracks_the_same_counts(sim: Sim) -> None:
+    suite = StepCounts()
+    step = ("chain", "fisher", "kfi")
+    suite.setup(*step)
+    launches, reads = STEPS[step]
+    assert 0 < suite.track_launches(*step) <= launches
+    assert 0 < suite.track_reads(*step) <= reads

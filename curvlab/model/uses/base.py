@@ -55,6 +55,7 @@ __all__ = [
     "Use",
     "WeightUse",
     "constant_value",
+    "repeats_one",
     "scale_and_shift_uses",
 ]
 
@@ -212,7 +213,16 @@ class WeightUse(Use):
         return ((first, min(first + step, self.examples)) for first in range(0, self.examples, step))
 
 
-def constant_value(values: Tensor) -> float | None:
+def repeats_one(values: Tensor) -> bool:
+    """Whether all `values` are one number in memory, known without a look at it.
+
+    >>> repeats_one(torch.ones(1, 1).expand(2, 3)), repeats_one(torch.ones(2, 3))
+    (True, False)
+    """
+    return values.numel() > 0 and not any(values.stride())
+
+
+def constant_value(values: Tensor) -> Tensor | float | None:
     """The number that all `values` are, None where they differ; without values they are taken for equal.
 
     >>> constant_value(torch.full((2, 3), 0.5)), constant_value(torch.arange(3.0))
@@ -220,8 +230,10 @@ def constant_value(values: Tensor) -> float | None:
     """
     if not device.readable(values):
         return 1.0  # as those of a batch without class weights or masks are
-    low, high = values.aminmax()
-    return float(low) if bool(low == high) else None
+    if repeats_one(values):
+        return values[(0,) * values.ndim]
+    low, high = torch.stack(values.aminmax()).tolist()
+    return float(low) if low == high else None
 
 
 @dataclass(frozen=True, eq=False)

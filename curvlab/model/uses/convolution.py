@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from curvlab.exceptions import ProblemError
 from curvlab.linalg.views import Layout
 from curvlab.measure import device
-from curvlab.model.uses.base import WeightUse, constant_value
+from curvlab.model.uses.base import WeightUse, constant_value, repeats_one
 
 __all__ = ["ConvolutionUse", "Patches", "TransposedConvolutionUse"]
 
@@ -124,7 +124,7 @@ class ConvolutionUse(WeightUse):
     def sampled_rows(self, index: Tensor) -> Tensor:
         per_image = prod(self.output_sizes)
         image = torch.arange(self.examples, device=index.device)[:, None] * self.folds + index // per_image
-        places = torch.unravel_index(index % per_image, self.output_sizes)
+        places = _unravelled(index % per_image, self.output_sizes)
         # Which entry of the unpadded, flattened image each tap reads, if it reads one: (examples, q, taps).
         source = torch.zeros_like(index)[..., None]
         reads = torch.ones_like(source, dtype=torch.bool)
@@ -197,12 +197,15 @@ class ConvolutionUse(WeightUse):
         axis = self._patches.shared_axis(sample.shape[2:])
         if axis is None or not _equal_along_rows(per_image) or _any_negative(per_image):
             return self._unfolded_second_moment(per_image)
-        roots = per_image[:, 0].sqrt().reshape(-1, *(1,) * (self.inputs.ndim - 1))
+        roots = per_image[:, 0].abs().sqrt().reshape(-1, *(1,) * (self.inputs.ndim - 1))
         chunks = (
             self._prepared(self._images(first, last) * roots[first * self.folds : last * self.folds])
             for first, last in self.ranges(self.folds * self._patches.strip_entries(sample, axis))
         )
-        return self._in_order_of_taps(self._patches.second_moment(chunks, axis), 1, 2)
+        found = self._patches.second_moment(chunks, axis)
+        # Of one number for all it is not read whether it is negative.
+        found = found * per_image[0, 0].sign() if repeats_one(per_image) else found
+        return self._in_order_of_taps(found, 1, 2)
 
     def _prepared(self, images: Tensor) -> Tensor:
         """The images whose patches the rows are."""
@@ -345,7 +348,16 @@ def _equal_along_rows(values: Tensor) -> bool:
 
 
 def _any_negative(values: Tensor) -> bool:
-    return device.readable(values) and bool((values < 0).any())
+    return not repeats_one(values) and device.readable(values) and bool((values < 0).any())
+
+
+def _unravelled(index: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """The place of each index along every dimension; torch's own brings the sizes to the device each time."""
+    places = []
+    for size in reversed(sizes):
+        places.append(index % size)
+        index = index // size
+    return places[::-1]
 
 
 def _kernel(inputs: Tensor, weight_shape: Sequence[int]) -> tuple[int, ...]:

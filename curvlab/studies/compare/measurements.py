@@ -259,7 +259,7 @@ def _error(task: Task) -> Row:
         frame = bench.errors(task.settings.providers)
     except Exception as error:  # the reference, not the provider, may be what does not exist
         return found | {"error_reason": f"no errors: {error}"[:MESSAGE]}
-    own = frame[frame["provider"] == task.head["provider"]]
+    own = frame[frame["provider"] == curvature.provider]
     names = ("bias_share", "weight_share", "weight_probes")
     columns = ["layer", "layer_name", "error", "relative", "weight_error", "weight_relative", "weight_floor"]
     return found | {

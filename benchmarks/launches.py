@@ -1,0 +1,45 @@
+"""Launches and host reads of a step on the simulated accelerator (tests/simdev): counted, not timed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks import base
+
+
+class StepCounts(base.Suite):
+    """What the second step of an optimizer asks of the device; skipped where that cannot be built.
+
+    The first set of parameters builds the device, once for all commits of a history.
+    """
+
+    axes = {
+        "architecture": ("chain", "resnet8"),
+        "provider": ("fisher", "pch-1", "gauss-newton"),
+        "solver": ("kfi", "ea-cg", "cg"),
+    }
+    work = ("setup",)
+
+    def setup(self, *values: Any) -> None:
+        # torch cannot unload the device: it is loaded where something is counted, not at import.
+        from tests.simdev import cases, device
+
+        network, provider, solver = values
+        reason = device.lacking()
+        if network == "resnet8" and (provider != "fisher" or solver == "cg"):
+            reason = f"`{provider}` with `{solver}` is counted on the chain"
+        if reason is not None:
+            raise NotImplementedError(reason)
+        sim = device.load()
+        sim.set_costs()
+        self.counts = cases.counts_of_step(sim, network, provider, solver)
+
+    @base.in_units("launches")
+    def track_launches(self, *_: Any) -> int:
+        """Operations that are neither views nor allocations."""
+        return self.counts.launches
+
+    @base.in_units("reads")
+    def track_reads(self, *_: Any) -> int:
+        """Waits of the host for a value."""
+        return self.counts.reads
