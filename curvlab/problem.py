@@ -43,6 +43,7 @@ from curvlab.model.recording import (
     AllWeightsZeroError,
     ChainRecording,
     GradientMean,
+    GraphRecording,
     Recording,
     gradient_of,
     record,
@@ -395,7 +396,7 @@ class Problem(FullPrecision):
     def release_recording(self) -> None:
         """Let go of a single batch's recording and its graph: what is asked for next runs the batch anew."""
         held, self._recording = self._recording, None
-        if held is not None:
+        if held is not None and isinstance(held[1], GraphRecording):
             held[1].release()
 
     def examples(self) -> int:

@@ -29,7 +29,7 @@ from curvlab.linalg.steps import Gradient, RowGradient
 from curvlab.measure import device
 from curvlab.model.chain import KnownChain
 from curvlab.model.forward import Forward, check_finite, follow_forward, run_forward
-from curvlab.model.layers import Chain, Layer
+from curvlab.model.layers import Chain, Layer, add_rows, shape_of_rows
 from curvlab.model.network import Inputs, Network, tensors_of
 from curvlab.model.nodes import Cotangent, NodeInput, NonlinearNode, formed, starting_at_nodes
 from curvlab.model.own_curvature import FurtherNode, OwnCurvature, own_curvature
@@ -170,10 +170,6 @@ class Recording(FullPrecision, ABC):
     @abstractmethod
     def layers(self) -> tuple[LayerRecord, ...]:
         """A record for each Linear layer that sees one row per example and has blocks."""
-
-    def release(self) -> None:
-        """Let go of what only further backward passes need; there can be none after it."""
-        return
 
 
 @dataclass(frozen=True, eq=False)
@@ -324,6 +320,7 @@ class GraphRecording(Recording):
         return f"its loss has {self.terms.per_example} terms per example"
 
     def release(self) -> None:
+        """Let go of what only further backward passes need; there can be none after it."""
         bare = replace(self.forward, logits=self.forward.logits.detach(), nodes=(), further=())
         object.__setattr__(self, "forward", bare)
 
@@ -391,8 +388,8 @@ class GraphRecording(Recording):
     def node_curvatures(self, *, with_gradient: bool = False) -> tuple[Tensor, ...]:
         """M̄ of every non-linear node, the mean of its local Hessians over examples and positions.
 
-        It is (G, n) where they are diagonal and (G, n, n) where not, for G groups of n units. They are heard
-        in a backward pass of the gradient: `with_gradient`, in the very one that `mean_gradients` are of.
+        (G, n) where they are diagonal and (G, n, n) where not, for G groups of n units; heard in a backward
+        pass of the gradient, `with_gradient` in the very one that `mean_gradients` are of.
         """
         if self._mean_curvatures:
             return self._mean_curvatures[0]
@@ -403,14 +400,13 @@ class GraphRecording(Recording):
 
         nodes = self.forward.nodes
         self._hear_nodes({node: partial(listen, node) for node in nodes}, with_gradient)
-        means = tuple(found[node] if node in found else node.no_curvature() for node in nodes)
-        self._mean_curvatures.append(means)
-        return means
+        means = (found[node] if node in found else node.no_curvature() for node in nodes)
+        self._mean_curvatures.append(tuple(means))
+        return self._mean_curvatures[0]
 
     @cached_property
     def _mean_curvatures(self) -> list[tuple[Tensor, ...]]:
-        """What `node_curvatures` has found, if it was asked for."""
-        return []
+        return []  # what `node_curvatures` has found, if it was asked for
 
     def own_curvatures(self) -> tuple[OwnCurvature | None, ...]:
         """M_{i,n} of every example at every node, in factors; None where the loss does not depend on it."""
@@ -550,13 +546,13 @@ class GraphRecording(Recording):
                 return
             arrived = use.output_rows(gradient)
             if layer.weight_name is not None:
-                shape = _shape_of(layer.weight, view.rows)
+                shape = shape_of_rows(layer.weight, view.rows)
                 value = use.gradient(arrived, shape, None if equal else weights)
                 value = value.mul_(weights[0]) if equal else value
-                _add_rows(gradients, layer.weight_name, layer.weight, view.rows, value)
+                add_rows(gradients, layer.weight_name, layer.weight, view.rows, value)
             if layer.bias_name is not None and layer.bias is not None:
                 value = weights @ arrived.sum(1).flatten(1)
-                _add_rows(gradients, layer.bias_name, layer.bias.detach(), view.rows, value)
+                add_rows(gradients, layer.bias_name, layer.bias.detach(), view.rows, value)
 
         plain = self.backward(self.terms.gradient_cotangent(), hear)
         for name, value in plain.items():
@@ -607,23 +603,6 @@ class GraphRecording(Recording):
         use = self.weight_uses(layer)[0].use
         assert use is not None
         return use.inputs
-
-
-def _shape_of(parameter: Tensor, rows: tuple[int, int] | None) -> tuple[int, ...]:
-    """The shape of some rows of a parameter."""
-    return tuple(parameter.shape) if rows is None else (rows[1] - rows[0], *parameter.shape[1:])
-
-
-def _add_rows(
-    sums: dict[str, Tensor], name: str, parameter: Tensor, rows: tuple[int, int] | None, value: Tensor
-) -> None:
-    """Add a value for some rows of a parameter to its sum."""
-    if rows is None:
-        sums[name] = value if name not in sums else sums[name] + value
-        return
-    if name not in sums:
-        sums[name] = torch.zeros_like(parameter)
-    sums[name][rows[0] : rows[1]] += value
 
 
 def record(
