@@ -321,8 +321,7 @@ class GraphRecording(Recording):
 
     def release(self) -> None:
         """Let go of what only further backward passes need; there can be none after it."""
-        bare = replace(self.forward, logits=self.forward.logits.detach(), nodes=(), further=())
-        object.__setattr__(self, "forward", bare)
+        object.__setattr__(self, "forward", replace(self.forward, logits=self.logits, nodes=(), further=()))
 
     @cached_property
     def _by_name(self) -> dict[str, Layer]:
