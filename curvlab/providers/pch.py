@@ -178,8 +178,12 @@ class PCH(ChainOrRows):
         gammas = self._gamma_of(problem)
         if self.structure == "layer":
             return tuple(gammas[members[0].name] for _, members in modules_of(problem.layers))
-        count = side_count if self.structure in ("kronecker", "ekfac") else lambda layer: len(layer.names)
-        return tuple(gammas[layer.name] for layer in problem.layers for _ in range(count(layer)))
+        sides = self.structure in ("kronecker", "ekfac")
+        return tuple(
+            gammas[layer.name]
+            for layer in problem.layers
+            for _ in range(side_count(layer) if sides else len(layer.names))
+        )
 
     def _exact(self, context: Context, name: str) -> Curvature:
         problem, means = context.problem, context.tensors(NODE_CURVATURES)
