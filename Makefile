@@ -19,6 +19,10 @@ STAMP := $(VENV)/.installed
 ONE_THREAD := OMP_NUM_THREADS=1
 PYTEST     := $(ONE_THREAD) $(BIN)/python -m pytest -q -n $(JOBS)
 FAST       := not slow and not long and not device
+# Tests whose tensors can be made on any device: on the simulated one they run once more.
+MATHEMATICS := test_criteria.py test_curvature.py test_linalg_cg.py test_linalg_factors.py test_linalg_inverse.py \
+  test_optim.py test_providers_blocks.py test_solvers_damping.py test_solvers_dense.py test_solvers_pairs.py \
+  test_solvers_per_layer.py
 ASV_QUICK  := $(ONE_THREAD) $(BIN)/asv run --quick --show-stderr --python=same
 # What `make bench` runs, as regular expressions over names with parameters: costs on the networks that
 # take milliseconds, the memory of a step on the one that takes seconds, and ratios on both.
@@ -29,7 +33,7 @@ RATIOS ?= (narrow|cifar10).*cpu SGDRatio.*pch-1.*imagenet10.*cpu
 say = @printf '==> %s\n'
 
 .DEFAULT_GOAL := help
-.PHONY: help install compare test test-fast test-shuffled test-adversarial test-long test-device lint types format reproduce reproduce-quick bench asv-quick asv-check asv-publish clean
+.PHONY: help install compare test test-fast test-shuffled test-adversarial test-long test-device lint types format reproduce reproduce-quick bench bench-device asv-quick asv-check asv-publish clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -82,6 +86,8 @@ test-device: $(STAMP) ## run what needs an accelerator on a simulated one, which
 	$(say) 'pytest, $(JOBS) workers, on the simulated accelerator'
 	@$(ONE_THREAD) $(BIN)/python -m tests.simdev.device
 	@$(PYTEST) -m device tests/simdev $(ARGS)
+	$(say) 'the tests of the mathematics there'
+	@$(PYTEST) -p tests.simdev.plugin -m '$(FAST)' $(addprefix tests/,$(MATHEMATICS)) $(ARGS)
 
 lint: $(STAMP) ## check style and formatting
 	$(say) 'ruff'
@@ -102,6 +108,10 @@ bench: $(STAMP) ## benchmark this tree, then print the table of ratios (under 10
 	@$(ASV_QUICK) $(foreach regex,$(BENCH),-b '$(regex)') $(ARGS)
 	$(say) 'ratios to rivals, measured in turns; lower is better'
 	@$(ONE_THREAD) $(BIN)/python -m benchmarks.ratio_table $(foreach regex,$(RATIOS),'$(regex)')
+
+bench-device: $(STAMP) ## times, peaks and launch bounds on this machine's accelerator, into reports/device
+	$(say) 'steps on the accelerator'
+	@$(BIN)/python -m benchmarks.device $(ARGS)
 
 asv-quick: $(STAMP) ## one sample of every benchmark of the narrow network
 	$(say) 'asv, narrow network'

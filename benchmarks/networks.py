@@ -31,7 +31,7 @@ ROWS = (
 )
 SOLVERS = ("kfi", "sm-kfi", "cg", "ea-cg", "exact")
 STEPS = 30
-TRAINING = {"lr": 0.02, "alpha": 0.1}  # at which every pair that exists trains every network
+LEARNING_RATE, ALPHA = 0.02, 0.1  # at 0.1 ea-cg diverges on the convolutional networks
 PROBES = 4
 WHERE = {"architecture": ARCHITECTURES, "criterion": CRITERIA, "batch": (32,), "device": base.DEVICES}
 
@@ -87,7 +87,9 @@ class Loss(base.Suite):
         self.batch = next(self.problem.batches())
         chosen = self.given["provider"], self.given["solver"]
         with skipping_what_does_not_exist():
-            self.optimizer = SecondOrder(self.problem.model, self.problem.criterion, *chosen, **TRAINING)
+            self.optimizer = SecondOrder(
+                self.problem.model, self.problem.criterion, *chosen, lr=LEARNING_RATE, alpha=ALPHA
+            )
             self.optimizer.step(self.batch.inputs, self.batch.targets)
 
     @base.in_units("loss")

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from curvlab.exceptions import StaleError
+from curvlab.linalg.execution import deferring
 from curvlab.measure import device
 
 __all__ = [
@@ -217,6 +218,8 @@ def _sample(tensors: Sequence[Tensor]) -> tuple[bytes, ...] | None:
     Read through numpy's view of the same memory: nothing is allocated by torch, so that what this costs is
     in no measured column.
     """
+    if deferring():
+        return None
     pieces = []
     for tensor in tensors:
         if tensor.device.type != "cpu" or not _has_memory(tensor) or tensor.layout is not torch.strided:

@@ -90,8 +90,8 @@ def test_the_bias_block_of_a_diagonal_side_is_diagonal_however_few_the_examples(
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 6)).double()
     torch.manual_seed(1)
     x, y = torch.randn(3, 5, 3).double(), torch.randint(0, 6, (3, 5))
-    given = [([(x[:1], y[:1]), (x[1:], y[1:])],)] if streamed else [(x, y)]
-    problem = curvlab.Problem(model, "cross-entropy", *given[0])
+    batches = [(x[:1], y[:1]), (x[1:], y[1:])]
+    problem = curvlab.Problem(model, "cross-entropy", *((batches,) if streamed else (x, y)))
     opened = f"{spec}[max_factor=5]" if spec == "fisher" else spec.replace("]", ",max_factor=5]")
     curvature = curvlab.estimate(opened, problem)
     assert isinstance(curvature.layers[1].parts[0].output, DiagonalFactor)  # type: ignore[attr-defined]

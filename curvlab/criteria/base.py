@@ -38,7 +38,7 @@ from torch import Tensor
 from curvlab.exceptions import NoRowsError, ProblemError, SpecError
 from curvlab.linalg import eigh
 from curvlab.linalg.execution import in_float
-from curvlab.linalg.pending import require
+from curvlab.linalg.pending import LEAST, Limits, require, would_read
 from curvlab.measure.device import readable
 
 __all__ = [
@@ -213,6 +213,7 @@ def check_labels(logits: Tensor, targets: Tensor, ignore_index: int | None = Non
             f"`targets` has dtype {targets.dtype}; expected integer class indices (use `targets.long()`)"
         )
     if not readable(targets):
+        would_read()
         return
     labels = targets.long()  # in a narrow dtype a comparison would wrap K or ignore_index
     outside = (labels < 0) | (labels >= k)
@@ -229,7 +230,7 @@ def check_labels(logits: Tensor, targets: Tensor, ignore_index: int | None = Non
             f"as the model has {k} outputs"
         )
 
-    require([outside.any()], judge)
+    require([outside.any()], judge, Limits(f"a label is outside of 0 to {k - 1}", 0, 0))
 
 
 def check_real_targets(logits: Tensor, targets: Tensor) -> None:
@@ -245,9 +246,13 @@ def check_real_targets(logits: Tensor, targets: Tensor) -> None:
             f"`targets` has dtype {targets.dtype}; expected floating-point numbers "
             f"(use `targets.to({logits.dtype})` if they are meant as numbers)"
         )
-    if readable(targets) and not torch.isfinite(targets).all():
-        row = int((~torch.isfinite(targets)).any(1).nonzero()[0])
-        raise ProblemError(f"`targets` is not finite at example {row}; expected finite numbers")
+
+    def judge(found: list[float]) -> None:
+        if any(found):
+            row = int((~torch.isfinite(targets)).any(1).nonzero()[0])
+            raise ProblemError(f"`targets` is not finite at example {row}; expected finite numbers")
+
+    require([torch.isfinite(targets).logical_not().any()], judge, Limits("a target is not finite", 0, 0))
 
 
 class AllWeightsZeroError(NoRowsError):
@@ -255,6 +260,9 @@ class AllWeightsZeroError(NoRowsError):
 
     def __init__(self) -> None:
         super().__init__("every example has weight 0 (ignore_index or class weights): no mean exists")
+
+
+WEIGHTED = Limits("every example has weight 0", low=LEAST)
 
 
 def _refuse_no_weight(total: list[float]) -> None:
@@ -339,7 +347,7 @@ class LossTerms:
         given = self._given_weights
         flat = self.logits.new_ones(len(self.logits)) if given is None else given
         if given is not None or not len(flat):
-            require([flat.sum()], _refuse_no_weight)
+            require([flat.sum()], _refuse_no_weight, WEIGHTED)
         return flat.reshape(self.examples, self.per_example)
 
     @cached_property

@@ -44,7 +44,15 @@ from curvlab.criteria.base import (
     check_real_targets,
 )
 from curvlab.exceptions import ProblemError, SpecError
+from curvlab.linalg.execution import deferring
+from curvlab.linalg.pending import Limits, require
 from curvlab.measure.device import readable
+
+NONE_IGNORED = Limits(
+    "a label is `ignore_index`, which captured steps do not take: whether one is decides what is computed",
+    0,
+    0,
+)
 
 __all__ = [
     "CrossEntropy",
@@ -158,6 +166,9 @@ class CrossEntropy(Criterion):
         class_weight = self._class_weight(logits)
         if class_weight is None:
             # All ones is by far the usual case, and None spares every statistic a multiplication.
+            if deferring():
+                require([ignored.any()], lambda _: None, NONE_IGNORED)
+                return None
             none_ignored = not readable(targets) or not bool(ignored.any())
             return None if none_ignored else (~ignored).to(logits.dtype)
         return class_weight[self._classes(logits, targets)].masked_fill(ignored, 0.0)
@@ -271,8 +282,12 @@ class CrossEntropy(Criterion):
                 f"`ignore_index` is {self.ignore_index} but `targets` are probabilities; "
                 "leave it at -100, or give class indices"
             )
-        if readable(targets) and bool((targets < 0).any()):
-            raise ProblemError("`targets` has negative entries; expected probabilities")
+
+        def judge(found: list[float]) -> None:
+            if any(found):
+                raise ProblemError("`targets` has negative entries; expected probabilities")
+
+        require([(targets < 0).any()], judge, Limits("a probability is negative", 0, 0))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ continues with `batches(…, start=b)` and sees exactly what it would have seen.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -16,10 +17,12 @@ from torch import Tensor
 from curvlab.data.inputs import Inputs, TokenInputs
 from curvlab.data.splits import permutation, stratified_subset
 from curvlab.exceptions import DataError, SpecError
+from curvlab.measure.device import send
 
 __all__ = ["Batches", "Dataset", "Examples", "InputKind"]
 
 InputKind = Literal["rows", "images", "tokens"]
+Begun = Callable[[], tuple[Tensor, Tensor]]
 
 DESCRIPTIONS = {
     "rows": "rows of features",
@@ -59,6 +62,13 @@ class Examples:
         return len(self.inputs)
 
     @property
+    def device(self) -> torch.device:
+        """Where batches are."""
+        if self.targets is not None:
+            return self.targets.device
+        return torch.device(getattr(self.inputs, "device", self.inputs.place))
+
+    @property
     def features(self) -> int:
         """Length of one input row."""
         return self.inputs.features
@@ -72,8 +82,21 @@ class Examples:
 
     def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs and targets of these examples."""
-        rows = self.inputs.shaped(indices) if self.shaped else self.inputs.rows(indices)
-        return rows, rows if self.targets is None else self.targets[indices]
+        return self.begin(indices)()
+
+    def begin(self, indices: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
+        """Do the host's part of `batch` ahead of time; the call returned does the device's."""
+        begun = self.inputs.begin(indices)
+
+        def finish() -> tuple[Tensor, Tensor]:
+            rows = begun()
+            if self.shaped:
+                rows = rows.reshape(len(rows), *self.inputs.shape)
+            if self.targets is None:
+                return rows, rows
+            return rows, self.targets[send(indices, self.targets.device)]
+
+        return finish
 
     def all(self) -> tuple[Tensor, Tensor]:
         """Every example in one batch; mind the memory with large images."""
@@ -103,6 +126,19 @@ class Examples:
         if targets is not None:
             targets = targets.to(device) if self.labels is not None else targets.to(device, dtype)
         return replace(self, inputs=self.inputs.to(device, dtype), targets=targets)
+
+
+def _one_ahead(begin: Callable[[Tensor], Begun], parts: Iterable[Tensor]) -> Iterator[Begun]:
+    """What the host has to do for the next batch, done while the device works on this one."""
+    with ThreadPoolExecutor(1, "curvlab-batches") as pool:
+        waiting: Future[Begun] | None = None
+        for part in parts:
+            coming = pool.submit(begin, part)
+            if waiting is not None:
+                yield waiting.result()
+            waiting = coming
+        if waiting is not None:
+            yield waiting.result()
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,9 +172,12 @@ class Batches:
         return self._total - self.start
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for index in range(self.start, self._total):
-            first = index * self.batch_size
-            yield self.examples.batch(self.order[first : first + self.batch_size])
+        place = self.examples.inputs.place
+        order = send(self.order, place)  # once: an epoch brings no more indices to an accelerator
+        firsts = range(self.start * self.batch_size, self._total * self.batch_size, self.batch_size)
+        parts = (order[first : first + self.batch_size] for first in firsts)
+        ahead = place.type == "cpu" and self.examples.device.type != "cpu"
+        yield from (finish() for finish in (_one_ahead if ahead else map)(self.examples.begin, parts))
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,8 +9,10 @@ float32, and is 184 MB as the 32×32 pixels it is kept in.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Literal
@@ -23,6 +25,7 @@ from torch.nn.functional import interpolate
 
 from curvlab.data.standardise import Standardisation
 from curvlab.exceptions import DataError
+from curvlab.measure.device import send
 
 __all__ = [
     "FileInputs",
@@ -54,9 +57,23 @@ class Inputs(ABC):
     @abstractmethod
     def __len__(self) -> int: ...
 
+    @property
+    def place(self) -> torch.device:
+        """Where indices are looked up: the device of what is held, the host for files."""
+        return torch.device("cpu")
+
     @abstractmethod
     def rows(self, indices: Tensor) -> Tensor:
         """The inputs of these examples, (examples, features)."""
+
+    def begin(self, indices: Tensor) -> Callable[[], Tensor]:
+        """Do what of `rows` is the host's work, ahead of time; the call returned does the rest.
+
+        >>> begun = TensorInputs(torch.ones(3, 2)).begin(torch.tensor([0, 2]))
+        >>> begun().shape
+        torch.Size([2, 2])
+        """
+        return partial(self.rows, indices)
 
     def shaped(self, indices: Tensor) -> Tensor:
         """The inputs of these examples in their own shape, (examples, *shape)."""
@@ -89,13 +106,18 @@ class TensorInputs(Inputs):
     def __len__(self) -> int:
         return len(self.values)
 
+    @property
+    def place(self) -> torch.device:
+        """That of the tensor."""
+        return self.values.device
+
     def rows(self, indices: Tensor) -> Tensor:
         """Rows of the tensor, flattened."""
-        return self.values[indices].flatten(1)
+        return self.values[send(indices, self.place)].flatten(1)
 
     def select(self, indices: Tensor) -> TensorInputs:
         """These examples as a source of their own."""
-        return TensorInputs(self.values[indices])
+        return TensorInputs(self.values[send(indices, self.place)])
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> TensorInputs:
         """The tensor on `device` in `dtype`."""
@@ -120,13 +142,18 @@ class TokenInputs(Inputs):
     def __len__(self) -> int:
         return len(self.tokens)
 
+    @property
+    def place(self) -> torch.device:
+        """That of the tokens."""
+        return self.tokens.device
+
     def rows(self, indices: Tensor) -> Tensor:
         """The sequences of these examples."""
-        return self.tokens[indices]
+        return self.tokens[send(indices, self.place)]
 
     def select(self, indices: Tensor) -> TokenInputs:
         """These examples as a source of their own."""
-        return TokenInputs(self.tokens[indices])
+        return TokenInputs(self.tokens[send(indices, self.place)])
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> TokenInputs:
         """The tokens on `device`."""
@@ -155,16 +182,21 @@ class PixelInputs(Inputs):
     def __len__(self) -> int:
         return len(self.pixels)
 
+    @property
+    def place(self) -> torch.device:
+        """That of the pixels."""
+        return self.pixels.device
+
     def rows(self, indices: Tensor) -> Tensor:
         """Pixels standardised, resized and flattened."""
-        images = self.standardisation.apply(self.pixels[indices].to(self.dtype))
+        images = self.standardisation.apply(self.pixels[send(indices, self.place)].to(self.dtype))
         if images.shape[-1] != self.size:
             images = resize(images, self.size, self.interpolation)
         return images.flatten(1)
 
     def select(self, indices: Tensor) -> PixelInputs:
         """These examples as a source of their own."""
-        return replace(self, pixels=self.pixels[indices])
+        return replace(self, pixels=self.pixels[send(indices, self.place)])
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> PixelInputs:
         """The pixels on `device`, still 8-bit; rows in `dtype`."""
@@ -191,8 +223,16 @@ class FileInputs(Inputs):
 
     def rows(self, indices: Tensor) -> Tensor:
         """Images decoded, standardised and flattened."""
-        pixels = decode([self.paths[index] for index in indices.tolist()], self.size).to(self.device)
-        return self.standardisation.apply(pixels.to(self.dtype)).flatten(1)
+        return self.begin(indices)()
+
+    def begin(self, indices: Tensor) -> Callable[[], Tensor]:
+        """Decode the images; what is left is to send and to standardise them."""
+        pixels = decode([self.paths[index] for index in indices.tolist()], self.size)
+
+        def finish() -> Tensor:
+            return self.standardisation.apply(send(pixels, self.device).to(self.dtype)).flatten(1)
+
+        return finish
 
     def select(self, indices: Tensor) -> FileInputs:
         """These examples as a source of their own."""

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from curvlab.measure.device import send
+
 __all__ = ["Standardisation"]
 
 
@@ -61,4 +63,7 @@ class Standardisation:
 
     def apply(self, inputs: Tensor) -> Tensor:
         """The standardised inputs, in their own dtype and on their own device."""
-        return (inputs - self.mean.to(inputs)) / self.deviation.to(inputs)
+        mean, deviation = (
+            send(value.to(inputs.dtype), inputs.device) for value in (self.mean, self.deviation)
+        )
+        return (inputs - mean) / deviation

@@ -31,6 +31,8 @@ __all__ = [
     "FullPrecision",
     "HostCosts",
     "autocast_switched_off",
+    "deferring",
+    "elsewhere",
     "full_precision",
     "has_eigh",
     "host_costs",
@@ -38,6 +40,7 @@ __all__ = [
     "in_pieces",
     "read_interval",
     "readable",
+    "without_reads",
 ]
 
 
@@ -48,6 +51,8 @@ LOOKUPS = frozenset({"tensors", "factored", "shares_rows_with"})  # methods that
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_elsewhere: ContextVar[bool] = ContextVar("as on an accelerator", default=False)
+_deferring: ContextVar[bool] = ContextVar("nothing is read", default=False)
 _switched_off: ContextVar[bool] = ContextVar("autocast switched off", default=False)
 
 
@@ -137,7 +142,32 @@ def in_pieces(tensor: Tensor) -> bool:
     >>> in_pieces(torch.ones(2))
     True
     """
-    return tensor.device.type in ("cpu", "meta")
+    return tensor.device.type in ("cpu", "meta") and not _elsewhere.get()
+
+
+@contextmanager
+def elsewhere() -> Iterator[None]:
+    """Take the routes of an accelerator inside, wherever tensors are: to count what they would be there."""
+    token = _elsewhere.set(True)
+    try:
+        yield
+    finally:
+        _elsewhere.reset(token)
+
+
+def deferring() -> bool:
+    """Whether nothing may be read now: inside of `without_reads()`."""
+    return _deferring.get()
+
+
+@contextmanager
+def without_reads() -> Iterator[None]:
+    """Let the host ask for no number inside: iterations run to their limits."""
+    token = _deferring.set(True)
+    try:
+        yield
+    finally:
+        _deferring.reset(token)
 
 
 def has_eigh(tensor: Tensor) -> bool:
@@ -173,12 +203,13 @@ class HostCosts:
 def read_interval(tensor: Tensor, launches: int = 16, limit: int = 20) -> int:
     """After how many of `limit` iterations, of so many launches each, convergence is read by the host.
 
-    1 on the CPU, where a read is free, and 0 (never) without values. On an accelerator an iteration that
-    converges anywhere costs n/k reads at an interval of k, and (k - 1)/2 iterations too many:
+    1 on the CPU, where a read is free, and 0 (never) without values or where nothing may be read. On an
+    accelerator an iteration that converges anywhere costs n/k reads at an interval of k, and (k - 1)/2
+    iterations too many:
 
         k = √(2 n r / (l c))    for n iterations, a read of r seconds, l launches of c seconds
     """
-    if not readable(tensor):
+    if not readable(tensor) or deferring():
         return 0
     if tensor.device.type == "cpu":
         return 1

@@ -21,7 +21,7 @@ from curvlab.linalg.eigen import eigvalsh
 from curvlab.linalg.example_factors import ExampleFactor
 from curvlab.linalg.execution import FullPrecision
 from curvlab.linalg.factors import DiagonalFactor, Factor, GramFactor, RankOneFactor
-from curvlab.linalg.pending import require
+from curvlab.linalg.pending import LEAST, Limits, require
 
 __all__ = [
     "DenseInverse",
@@ -38,6 +38,8 @@ __all__ = [
 ]
 
 
+POSITIVE = Limits("a damped diagonal is not positive and finite", low=LEAST)
+FACTORISED = Limits("a damped factor is not positive definite in its own precision: increase alpha", 0, 0)
 PAGE_BYTES = 4096
 BORDER = 16
 
@@ -77,7 +79,7 @@ def cholesky_shifted(matrix: Tensor, shift: Tensor | float, check: bool = True) 
         return True
 
     if check:
-        require([info], judge)
+        require([info], judge, FACTORISED)
     return lower
 
 
@@ -169,7 +171,7 @@ def diagonal_inverse(values: Tensor, shift: Tensor | float, check: bool = True) 
             raise NotPositiveDefiniteError(smallest)
 
     if check:
-        require([shifted.amin(), shifted.sum()], judge)
+        require([shifted.amin(), shifted.sum()], judge, POSITIVE)
     return DiagonalInverse(shifted)
 
 

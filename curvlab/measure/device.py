@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,11 +21,14 @@ from torch import Tensor
 
 from curvlab.exceptions import SpecError
 from curvlab.linalg.execution import has_eigh, in_pieces, read_interval, readable
+from curvlab.measure.data_sheets import data_sheet
 
 __all__ = [
+    "Graph",
     "RandomStates",
     "available",
     "describe",
+    "graph_on",
     "has_allocator_statistics",
     "has_eigh",
     "in_pieces",
@@ -38,6 +42,7 @@ __all__ = [
     "read_interval",
     "readable",
     "resolve",
+    "send",
     "set_random_state",
     "stand_in",
     "synchronize",
@@ -85,9 +90,11 @@ def stand_in(name: str | torch.device) -> str:
 
     A plan runs on tensors without memory; torch makes those of a device that is not here only in part.
 
-    >>> stand_in("cpu"), stand_in("xpu:3")
-    ('cpu', 'cpu')
+    >>> stand_in("cpu"), stand_in("xpu:3"), stand_in("h100")
+    ('cpu', 'cpu', 'cpu')
     """
+    if data_sheet(str(name)) is not None and str(name) not in available():
+        return "cpu"
     try:
         return str(resolve(name))
     except SpecError:
@@ -103,6 +110,24 @@ def synchronize(device: torch.device | str) -> None:
     device = torch.device(device)
     if device.type not in ("cpu", "meta"):
         torch.accelerator.synchronize(device)
+
+
+def send(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """`tensor` on `device`, without waiting for what the device still has to do.
+
+    From the host by way of pinned memory, which a copy need not wait for; where a device pins none, it waits.
+
+    >>> send(torch.ones(2), "cpu").tolist()
+    [1.0, 1.0]
+    """
+    device = torch.device(device)
+    if device.type in ("cpu", "meta") or tensor.device.type != "cpu":
+        return tensor.to(device)
+    try:
+        pinned = tensor.pin_memory()
+    except (RuntimeError, NotImplementedError):
+        return tensor.to(device)
+    return pinned.to(device, non_blocking=True)
 
 
 def memory_bytes(device: torch.device) -> int | None:
@@ -233,6 +258,44 @@ def peak_allocated(function: Callable[[], object], device: torch.device | str) -
     function()
     synchronize(device)
     return torch.accelerator.max_memory_allocated(device) - before
+
+
+class Graph:
+    """A graph of a device: operations that are captured once, and replayed as one launch."""
+
+    def __init__(self, own: Any) -> None:
+        self._own = own
+
+    def capture(self, work: Callable[[], object], device: torch.device) -> None:
+        """Capture what `work` asks of `device`; nothing of it runs before `replay`."""
+        synchronize(device)
+        with torch.Stream(device=device):  # CUDA captures no default stream
+            self._own.capture_begin()
+            try:
+                work()
+            finally:
+                self._own.capture_end()
+
+    def replay(self) -> None:
+        """Run it, on the memory it was captured with."""
+        self._own.replay()
+
+
+def graph_on(device: torch.device) -> Graph | None:
+    """A new graph of `device`; None where it has none.
+
+    >>> graph_on(torch.device("cpu")) is None
+    True
+    """
+    if device.type == "cuda":
+        return Graph(torch.cuda.CUDAGraph())
+    made = getattr(torch.accelerator, "Graph", None)  # since torch 2.12, for devices that have registered one
+    if device.type in ("cpu", "meta") or made is None:
+        return None
+    try:
+        return Graph(made())
+    except RuntimeError:
+        return None
 
 
 def describe(device: torch.device | str) -> str:

@@ -26,11 +26,11 @@ from math import prod
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry, shape_wrapper
 
 from curvlab.measure.dispatch import ImplicitZeros
 
-__all__ = ["Flops", "count", "counting"]
+__all__ = ["Flops", "count", "counting", "of_operation"]
 
 Shape = Sequence[int]
 aten = torch.ops.aten
@@ -82,6 +82,12 @@ def count(function: Callable[[], object]) -> int:
     with counting() as flops:
         function()
     return flops.total
+
+
+def of_operation(packet: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """The floating-point operations of one operation, given what it was called with and what it returned."""
+    formula = _BY_OPERATION.get(packet) or flop_registry.get(packet)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
 
 
 def _batch(shape: Shape) -> int:
@@ -216,3 +222,5 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
     aten._linalg_eigh: _eigh,
     aten._linalg_svd: _svd,
 }
+
+_BY_OPERATION = {operation: shape_wrapper(formula) for operation, formula in _FORMULAS.items()}

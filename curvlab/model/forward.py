@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 from curvlab.exceptions import ProblemError
 from curvlab.linalg.execution import in_float
-from curvlab.linalg.pending import require
+from curvlab.linalg.pending import Limits, require
 from curvlab.model.chain import ChainFollower, ChainReader, KnownChain, ReadChain
 from curvlab.model.layers import Chain, Layer, WatchedUses, layers_of
 from curvlab.model.network import Inputs, Network, example_count, tensors_of
@@ -297,6 +297,9 @@ def _chain_layer(network: Network, names: Mapping[int, str], weight: Tensor, bia
     )
 
 
+NOT_FINITE = Limits("the batch, a pre-activation or the logits hold NaN or infinity")
+
+
 def check_finite(
     network: Network, inputs: Inputs, logits: Tensor, preactivations: Sequence[Tensor] | None
 ) -> None:
@@ -312,7 +315,7 @@ def check_finite(
     elif len(tensors) == 1 and tensors[0].is_floating_point():
         looked += tensors
     found = partial(_explain_not_finite, network, inputs, looked)
-    require([tensor.sum() for tensor in looked], found)
+    require([tensor.sum() for tensor in looked], found, NOT_FINITE)
 
 
 def _explain_not_finite(

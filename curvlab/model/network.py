@@ -43,6 +43,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from curvlab.exceptions import ProblemError, StaleError, describe_argument
 from curvlab.linalg.execution import LOW_PRECISION, in_float
+from curvlab.linalg.pending import askable
 from curvlab.measure import device
 from curvlab.staleness import (
     Members,
@@ -360,7 +361,7 @@ class ModelCall:
             before = device.random_states(example)
             with mode or nullcontext():
                 logits = self.logits_of(_called(self.model, given))
-            if device.readable(logits) and not before.unchanged():
+            if askable(logits) and not before.unchanged():
                 _check_randomness(self.model, given, before)
             return logits
 

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from curvlab.exceptions import ProblemError
-from curvlab.measure import device
+from curvlab.linalg.pending import askable
 
 __all__ = [
     "Cotangent",
@@ -307,7 +307,7 @@ class CurvatureRoot:
     @property
     def zero(self) -> bool:
         """Whether it is known to be zero."""
-        return device.readable(self.values) and not bool((self.values > 0).any())
+        return askable(self.values) and not bool((self.values > 0).any())
 
     def column(self, group: int, index: int) -> Tensor:
         """√|λ| q for one eigenvector q of a group, (n,): with these in the place of N, N Nᵀ is the same."""

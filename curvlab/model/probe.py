@@ -29,8 +29,7 @@ from torch import Tensor
 from curvlab.criteria import Criterion
 from curvlab.criteria.base import AllWeightsZeroError
 from curvlab.exceptions import ProblemError
-from curvlab.linalg.pending import require
-from curvlab.measure import device
+from curvlab.linalg.pending import askable, require
 from curvlab.model.forward import Forward
 from curvlab.model.network import Inputs, Network, slice_examples, take_examples
 from curvlab.model.recording import (
@@ -64,7 +63,7 @@ def record_and_probe(
             return followed
         network.known_forward.clear()
     recording, forward = record(network, criterion, inputs, targets, torch_layout=torch_layout)
-    if not device.readable(forward.logits):
+    if not askable(forward.logits):
         return recording
     structure = network.structure_key()
     key: Hashable = (structure, forward.way, type(recording))

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from curvlab.exceptions import SolveError
 from curvlab.linalg import Step
-from curvlab.linalg.execution import in_pieces
+from curvlab.linalg.execution import deferring, in_pieces
 from curvlab.linalg.factors import max_abs
-from curvlab.linalg.pending import require
+from curvlab.linalg.pending import Limits, require
 from curvlab.linalg.steps import add_step
 from curvlab.solvers.solution import Solution, Status, check_parameters
 
@@ -89,9 +89,10 @@ def check_writable(changes: list[Change]) -> None:
 
 def check_finite(changes: list[Change]) -> None:
     """Raise `SolveError`, naming the layer, if any change would write NaN or infinity."""
-    if in_pieces(changes[0].parameter):
+    if deferring() or in_pieces(changes[0].parameter):
         bounds = torch.stack([change.bound() for change in changes])
-        require([bounds], lambda found: _refuse_beyond(changes, found))
+        limits = Limits("the step would write NaN or infinity", high=_limit(changes))
+        require([bounds], lambda found: _refuse_beyond(changes, found), limits)
         return
     # Norms of all parts at once, bounds on the host: one launch instead of some for every parameter.
     parts = [change.parts() for change in changes]
@@ -107,8 +108,12 @@ def check_finite(changes: list[Change]) -> None:
     require(norms, judge)
 
 
+def _limit(changes: list[Change]) -> float:
+    return min(torch.finfo(change.parameter.dtype).max for change in changes) / 4
+
+
 def _refuse_beyond(changes: list[Change], bounds: Sequence[float]) -> None:
-    limit = min(torch.finfo(change.parameter.dtype).max for change in changes) / 4
+    limit = _limit(changes)
     for change, bound in zip(changes, bounds, strict=True):
         if not bound <= limit and not _finite(change):
             layer = change.name.rpartition(".")[0]

@@ -42,6 +42,7 @@ from curvlab.measure.device import keep_freed_memory, readable
 from curvlab.model.network import Network, unwrap
 from curvlab.optim.average import average, kept
 from curvlab.optim.batch_statistics import NOTE, BatchStatistics, running_statistics
+from curvlab.optim.capture import Capture, CapturedSteps, check_capturable
 from curvlab.optim.guard import (
     Change,
     StagnationWarning,
@@ -103,6 +104,11 @@ class SecondOrder(torch.optim.Optimizer):
             without it: the gradient and the loss are those with the batch's statistics, and the curvature is
             that with the running ones, which a step updates once, as torch's own forward does. The
             solution's notes and the optimizer's `repr` say so.
+        capture: steps of which the host reads nothing, and of which a graph of the device can therefore be
+            made; True, or a `Capture` with the number of steps after which their checks are read (100). A
+            step that fails writes nothing, nor does any after it; the reading raises what was wrong, with the
+            number of the step, as do `read` and `state_dict`. For batches of one shape; the operations are
+            captured again where lr, alpha or momentum change. Residuals are not looked at.
 
     Where rounding stops a solve far from its solution (`stagnated` with a relative residual above 1e-2, as
     in float32 near a stationary point) a `StagnationWarning` says so once; residuals are looked at in the
@@ -137,6 +143,7 @@ class SecondOrder(torch.optim.Optimizer):
         adapt: LevenbergMarquardt | bool = False,
         process_group: ProcessGroup | None = None,
         batchnorm: Literal["running"] | None = None,
+        capture: Capture | bool = False,
     ) -> None:
         communicator = communicator_of(process_group)
         try:
@@ -161,6 +168,13 @@ class SecondOrder(torch.optim.Optimizer):
             self.ema, self.refresh_every = _fraction("ema", ema), _count("refresh_every", refresh_every)
             self.adapt = (LevenbergMarquardt() if adapt else None) if isinstance(adapt, bool) else adapt
             self.process_group = process_group
+            refused = ("adapt", "max_grad_norm", "ema", "process_group", "batchnorm")
+            given = {name: getattr(self, name) for name in refused}
+            given["refresh_every"] = self.refresh_every if self.refresh_every > 1 else 0
+            if capture:
+                check_capturable(given)
+            self.capture = (Capture() if capture else None) if isinstance(capture, bool) else capture
+            self._captured = None if self.capture is None else CapturedSteps(self.capture)
             self.on_solution: Callable[[Solution], None] | None = None
             self._base: Problem | None = None
             self._kept: Curvature | None = None
@@ -215,6 +229,32 @@ class SecondOrder(torch.optim.Optimizer):
         A step that would write NaN or infinity raises `SolveError` with the layer's name; parameters,
         running statistics and optimizer are then as they were. `p.grad` is neither read nor written.
         """
+        if self._captured is not None:
+            with torch.no_grad():
+                return self._captured.step(self, self._unread, self._usual, inputs, targets)
+        return self._usual(inputs, targets)[0]
+
+    def read(self) -> None:
+        """Read the checks of captured steps now, and raise what was wrong; nothing without `capture`."""
+        if self._captured is not None:
+            self._captured.read(self)
+
+    def _unread(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, list[Change], object]:
+        """The loss and the changes of a step of which nothing is read, and what a graph of it refers to."""
+        if self.on_solution is not None:
+            raise SpecError(
+                "on_solution with capture=True: a replayed step shows no solution. Use one of them"
+            )
+        problem = self._problem(inputs, targets)
+        loss, gradient, fresh = self._observe(problem, True, None)
+        assert fresh is not None
+        right: Mapping[str, Tensor] = self._spring_gradient(fresh, gradient, 1.0) if self.spring else gradient
+        solution, changes = self._solve(fresh, right, 1.0)
+        self._base = problem.empty_like()
+        return loss, changes, (problem, solution)
+
+    def _usual(self, inputs: Any, targets: Tensor | None) -> tuple[Tensor, list[Change], object]:
+        """A step that reads what it has to; returns the loss and the changes that it has made."""
         communicator = communicator_of(self.process_group)
         with torch.no_grad(), self._running_statistics(self._model) as statistics:
             try:
@@ -247,7 +287,7 @@ class SecondOrder(torch.optim.Optimizer):
             self._kept, self._estimates, self._steps = keep, self._estimates + estimating, self._steps + 1
             if adapting:
                 self._adapt(float(loss), predicted, problem, statistics)
-        return loss
+        return loss, changes, None
 
     def _solve(
         self, curvature: Curvature, gradient: Mapping[str, Tensor], clipping: float
@@ -410,6 +450,7 @@ class SecondOrder(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The groups and buffers as torch gives them; damping, counts and a kept curvature beside them."""
+        self.read()
         own = {"alpha": self._alpha, "steps": self._steps, "estimates": self._estimates}
         packed = None if self._kept is None else vars(self._kept.pack())
         return {**super().state_dict(), "second_order": {**own, "curvature": packed}}
@@ -424,6 +465,7 @@ class SecondOrder(torch.optim.Optimizer):
         packed = own["curvature"]
         kept = None if packed is None else Curvature.unpack(Packed(**packed)).to(device)
         super().load_state_dict(state_dict)
+        self._captured = None if self.capture is None else CapturedSteps(self.capture)
         self._alpha, self._steps, self._estimates = own["alpha"], own["steps"], own["estimates"]
         self._kept = kept
 
@@ -466,7 +508,9 @@ class SecondOrder(torch.optim.Optimizer):
                 "these processes. Use state_dict(), and load it into one that is made where it is used"
             )
         # Optimizer's own has its groups and state only; what is derived from the model is made again.
-        return {**self.__dict__, "on_solution": None, "_base": None}
+        self.read()
+        captured = None if self.capture is None else CapturedSteps(self.capture)
+        return {**self.__dict__, "on_solution": None, "_base": None, "_captured": captured}
 
 
 def _batch(inputs: Any, targets: Tensor | None) -> tuple[Any, Tensor | None]:

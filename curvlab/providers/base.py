@@ -30,7 +30,7 @@ from curvlab.curvature_structures import JointLayer
 from curvlab.exceptions import SpecError, StaleError
 from curvlab.linalg import Factor
 from curvlab.linalg.factors import DiagonalFactor, InputFactors
-from curvlab.measure import device
+from curvlab.linalg.pending import askable
 from curvlab.model.layers import Layer
 from curvlab.model.network import Network
 from curvlab.model.recording import Recording
@@ -354,7 +354,7 @@ def _losing_their_mean(layers: Sequence[SharedLayer]) -> set[str]:
             names.append(layer.name)
             sums.append(torch.stack([part.output.trace(), means[start : start + size].sum()]))
             start += size
-    if not sums or not device.readable(sums[0]):
+    if not sums or not askable(sums[0]):
         return set()
     read = torch.stack(sums).tolist()  # once, for all layers
     return {

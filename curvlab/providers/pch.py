@@ -34,7 +34,7 @@ from torch import Tensor
 from curvlab.curvature import Curvature, Definiteness
 from curvlab.exceptions import SpecError
 from curvlab.linalg import DenseFactor, Factor, congruence, poseig, poseig_diagonal, poseig_difference
-from curvlab.measure import device
+from curvlab.linalg.pending import askable
 from curvlab.model.layers import Chain
 from curvlab.problem import Problem
 from curvlab.providers.base import INPUTS, ChainOrRows, Context, Provider, factor_layers, kronecker_layers
@@ -178,8 +178,12 @@ class PCH(ChainOrRows):
         gammas = self._gamma_of(problem)
         if self.structure == "layer":
             return tuple(gammas[members[0].name] for _, members in modules_of(problem.layers))
-        count = side_count if self.structure in ("kronecker", "ekfac") else lambda layer: len(layer.names)
-        return tuple(gammas[layer.name] for layer in problem.layers for _ in range(count(layer)))
+        sides = self.structure in ("kronecker", "ekfac")
+        return tuple(
+            gammas[layer.name]
+            for layer in problem.layers
+            for _ in range(side_count(layer) if sides else len(layer.names))
+        )
 
     def _exact(self, context: Context, name: str) -> Curvature:
         problem, means = context.problem, context.tensors(NODE_CURVATURES)
@@ -206,7 +210,7 @@ class PCH(ChainOrRows):
     def _node_notes(self, context: Context) -> Iterator[str]:
         """What is to be said of the network's non-linear nodes."""
         problem, nodes = context.problem, context.tensors(NODE_CURVATURES)
-        seen = all(device.readable(node) for node in nodes)
+        seen = all(askable(node) for node in nodes)
         if seen and problem.criterion.convex and not any(bool(node.any()) for node in nodes):
             yield "equals Gauss-Newton here: every activation is piecewise linear"
         if problem.reading.left_out:

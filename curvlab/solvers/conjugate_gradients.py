@@ -49,8 +49,9 @@ from curvlab.linalg.cg import (
     iterate,
     iterate_together,
 )
-from curvlab.linalg.execution import in_pieces
+from curvlab.linalg.execution import deferring, in_pieces
 from curvlab.linalg.factors import InputKind, nonzero_or_one
+from curvlab.linalg.pending import LEAST, Limits, require, would_read
 from curvlab.measure import device
 from curvlab.solvers.base import (
     Formulation,
@@ -81,6 +82,7 @@ from curvlab.solvers.textbook import bias_operator, weight_operator
 __all__ = ["CG", "EACG", "EqualSystems", "LayerSystems", "StackedSystems", "stack_systems"]
 
 
+POSITIVE = Limits("a damped diagonal is not positive", low=LEAST)
 STACKED_UP_TO = 4096  # outputs of a layer that shares an iteration with others
 LAUNCHES = 20  # of an iteration, about
 MOST_READS = 4  # of the limit on iterations, where a read waits for a device
@@ -176,6 +178,8 @@ class CG(Solver):
         """Iterations between two reads: by the device's costs, with at most `MOST_READS` in all."""
         interval = device.read_interval(rhs, launches, self.max_iter)
         if interval == 0 or device.in_pieces(rhs):
+            if not device.in_pieces(rhs) and not deferring():
+                would_read(MOST_READS - 1)
             return interval
         return max(interval, -(-self.max_iter // MOST_READS))
 
@@ -216,7 +220,9 @@ class CG(Solver):
         if not isinstance(output, DiagonalFactor) or state.coordinates is not None or gradient.bias is None:
             return None
         divisor = damping.scale * output.values + damping.shift
-        if device.readable(divisor) and not bool(divisor.amin() > 0):
+        if deferring():
+            require([divisor.amin()], lambda _: None, POSITIVE)
+        elif device.readable(divisor) and not bool(divisor.amin() > 0):
             return None
         system = DampedSystem(self.input_factor, damping.scale, damping.shift)
         return LayerDirection(None, -gradient.bias / divisor, system, "bias", output.rank_bound)

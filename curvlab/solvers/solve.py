@@ -32,9 +32,9 @@ from curvlab.distributed.solve import choose_owners, layer_cost, share_out
 from curvlab.exceptions import ArgumentError, PairError, SolveError, SpecError, describe_argument
 from curvlab.linalg import Matrix
 from curvlab.linalg.cg import Outcome
-from curvlab.linalg.execution import full_precision, in_pieces
+from curvlab.linalg.execution import deferring, full_precision, in_pieces
 from curvlab.linalg.inverse import NotFiniteError, NotPositiveDefiniteError
-from curvlab.linalg.pending import collected, explained, require
+from curvlab.linalg.pending import Limits, collected, explained, require
 from curvlab.linalg.steps import RowGradient
 from curvlab.solvers.base import (
     Guidance,
@@ -541,6 +541,15 @@ def _find_not_finite(
         if spoiled:
             judge(list(dict.fromkeys(spoiled)))
 
+    if deferring():
+        for name, total in zip(names, sums, strict=True):
+            require(
+                [total], lambda _: None, Limits(f"the gradient or the direction of `{name}` is not finite")
+            )
+        for name, outcome in outcomes.items():
+            limits = Limits(f"the solve of `{name}` broke down", high=int(Outcome.BREAKDOWN) - 1)
+            require([outcome], lambda _: None, limits)
+        return
     require([*sums, *outcomes.values()], found)
 
 

@@ -7,10 +7,14 @@
 //
 //     launch    host += launch;   device = max(device, host) + max(kernel, bytes * byte, flops * flop)
 //     wait      host = max(host, device) + sync
+//     upload    host += launch;   device = max(device, host) + bytes * byte;   then a wait, but for memory that
+//               is pinned and a copy that is `non_blocking`
+//     replay    host += launch;   device = max(device, host) + the kernels of the graph
 //
 // The control functions are operators of the namespace `simdev`; device.py gives them names.
 
 #include <ATen/ATen.h>
+#include <ATen/core/CachingHostAllocator.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -29,6 +33,9 @@
 #include <sys/mman.h>
 #include <torch/library.h>
 
+#include "graph.h"
+
+#include <map>
 #include <mutex>
 #include <set>
 #include <unordered_map>
@@ -70,6 +77,7 @@ struct State {
   std::set<std::string> missing;
   std::vector<std::string> log;
   bool logging = false;
+  std::map<const char*, size_t> pinned;  // host memory that copies need not wait for, with its bytes
 };
 
 State& state() {
@@ -87,6 +95,7 @@ DeviceIndex index_of(Device device) {
 }
 
 void wait(DeviceIndex index) {
+  sim::refuse_while_capturing("a wait of the host");
   auto& s = state();
   s.host = std::max(s.host, s.device[index]) + s.costs.sync;
 }
@@ -158,6 +167,45 @@ Allocator& allocator() {
   return *value;
 }
 REGISTER_ALLOCATOR(SIM, &allocator())
+
+// Host memory that is pinned: the CPU's, remembered.
+struct PinnedAllocator final : at::HostAllocator {
+  static void release_pinned(void* address) {
+    {
+      Lock lock(state().mutex);
+      state().pinned.erase(static_cast<const char*>(address));
+    }
+    free(address);
+  }
+  c10::DataPtr allocate(size_t bytes) override {
+    void* address = aligned_alloc(64, (bytes + 64) / 64 * 64);
+    Lock lock(state().mutex);
+    state().pinned[static_cast<const char*>(address)] = bytes;
+    return {address, address, &release_pinned, at::kCPU};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &release_pinned; }
+  void copy_data(void* to, const void* from, size_t bytes) const override { memcpy(to, from, bytes); }
+  bool record_event(void*, void*, c10::Stream) override { return true; }
+  void empty_cache() override {}
+  at::HostStats get_stats() override { return {}; }
+  void reset_accumulated_stats() override {}
+  void reset_peak_stats() override {}
+};
+
+PinnedAllocator& pinned_allocator() {
+  static auto* value = new PinnedAllocator();
+  return *value;
+}
+REGISTER_HOST_ALLOCATOR(SIM, &pinned_allocator())
+
+bool is_pinned(const void* address) {
+  auto& s = state();
+  Lock lock(s.mutex);
+  auto found = s.pinned.upper_bound(static_cast<const char*>(address));
+  if (found == s.pinned.begin()) return false;
+  --found;
+  return static_cast<const char*>(address) < found->first + std::max<size_t>(found->second, 1);
+}
 
 // Pages that a kernel may touch while this lives.
 class Opened {
@@ -309,17 +357,26 @@ double flops_of(const std::string& name, const std::vector<Tensor>& in, double e
   return elements;
 }
 
-void count_launch(const std::string& name, DeviceIndex index, double bytes, double flops) {
+double kernel_seconds(double bytes, double flops) {
+  const auto& costs = state().costs;
+  return std::max({costs.kernel, bytes * costs.byte, flops * costs.flop});
+}
+
+void count_kernel(const std::string& name, DeviceIndex index, double kernel) {
   auto& s = state();
   Lock lock(s.mutex);
   s.counters[index].launches++;
   s.host += s.costs.launch;
-  double kernel = std::max({s.costs.kernel, bytes * s.costs.byte, flops * s.costs.flop});
   s.device[index] = std::max(s.device[index], s.host) + kernel;
   if (s.logging) s.log.push_back("launch " + name);
 }
 
+void count_launch(const std::string& name, DeviceIndex index, double bytes, double flops) {
+  count_kernel(name, index, kernel_seconds(bytes, flops));
+}
+
 void count_read(const std::string& name, DeviceIndex index) {
+  sim::refuse_while_capturing("a read, by " + name + ",");
   auto& s = state();
   Lock lock(s.mutex);
   s.counters[index].reads++;
@@ -328,13 +385,14 @@ void count_read(const std::string& name, DeviceIndex index) {
 }
 
 void count_upload(const std::string& name, DeviceIndex index, double bytes, bool blocking) {
+  sim::refuse_while_capturing("an upload, by " + name + ",");
   auto& s = state();
   Lock lock(s.mutex);
   s.counters[index].uploads++;
   s.host += s.costs.launch;
   s.device[index] = std::max(s.device[index], s.host) + bytes * s.costs.byte;
   if (blocking) wait(index);
-  if (s.logging) s.log.push_back("upload " + name);
+  if (s.logging) s.log.push_back((blocking ? "blocking upload " : "upload ") + name);
 }
 
 class Launch {
@@ -413,6 +471,7 @@ class Launch {
     note(value.device());
     inputs_.push_back(value);
     Tensor alias = aliases_.of(value);
+    if (sim::capturing != nullptr) alias = sim::stand_in(alias);
     pairs_.emplace_back(value, alias);
     return alias;
   }
@@ -434,7 +493,13 @@ struct Results {
     if (!host.defined()) return host;
     elements += double(host.numel());
     bytes += double(host.nbytes());
-    return to_sim(host, device);
+    Tensor made = to_sim(host, device);
+    if (sim::capturing != nullptr && made.nbytes() > 0) {  // no values before a replay
+      Aliases aliases;
+      auto all = aliases.of(made);
+      memset(all.data_ptr(), 0xFF, all.nbytes());
+    }
+    return made;
   }
 
   IValue value(const IValue& host) {
@@ -458,6 +523,49 @@ const IValue& aliased(const c10::FunctionSchema& schema, const Stack& given, con
   TORCH_CHECK(false, "sim: no argument of ", schema.name(), " is its result");
 }
 
+void copy_into(const IValue& made, const IValue& host) {
+  if (made.isTensor()) {
+    if (made.toTensor().defined()) Aliases().of(made.toTensor()).copy_(host.toTensor());
+  } else if (made.isTensorList()) {
+    auto to = made.toTensorVector(), from = host.toTensorVector();
+    for (size_t i = 0; i < to.size(); ++i) Aliases().of(to[i]).copy_(from[i]);
+  }
+}
+
+// One launch of a graph again, into the memory that its results were given when it was captured.
+void launch_again(const c10::OperatorHandle& op, const Stack& given, const Stack& made) {
+  Launch launch(op);
+  Stack stack;
+  for (const IValue& value : given) stack.push_back(launch.argument(value));
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
+  for (size_t i = 0; i < made.size(); ++i)
+    if (op.schema().returns()[i].alias_info() == nullptr) copy_into(made[i], stack[stack.size() - made.size() + i]);
+}
+
+// The same memory with the sizes and strides of now, which a tensor may be given others of later.
+Tensor as_it_is(const Tensor& tensor) {
+  if (!on_sim(tensor)) return tensor;
+  return at::native::as_strided_tensorimpl(tensor, tensor.sizes(), tensor.strides(), tensor.storage_offset());
+}
+
+Stack as_they_are(Stack values) {
+  for (IValue& value : values) {
+    if (value.isTensor() && value.toTensor().defined()) {
+      value = as_it_is(value.toTensor());
+    } else if (value.isTensorList()) {
+      c10::List<Tensor> kept;
+      for (const Tensor& each : value.toTensorVector()) kept.push_back(as_it_is(each));
+      value = kept;
+    } else if (value.isOptionalTensorList()) {
+      c10::List<std::optional<Tensor>> kept;
+      for (const auto& each : value.toOptionalTensorVector())
+        kept.push_back(each.has_value() ? std::optional<Tensor>(as_it_is(*each)) : std::nullopt);
+      value = kept;
+    }
+  }
+  return values;
+}
+
 void launch_boxed(const c10::OperatorHandle& op, Stack* stack) {
   const auto& schema = op.schema();
   Stack given = torch::jit::pop(*stack, schema.arguments().size());
@@ -467,8 +575,10 @@ void launch_boxed(const c10::OperatorHandle& op, Stack* stack) {
   Device device = launch.device();
   {
     std::optional<Seeded> seeded;
-    if (op.hasTag(at::Tag::nondeterministic_seeded))
+    if (op.hasTag(at::Tag::nondeterministic_seeded)) {
+      sim::refuse_while_capturing("a random number, by " + launch.name() + ",");
       seeded.emplace(launch.generator().value_or(generators()[device.index()]));
+    }
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   }
   Results results{device};
@@ -481,11 +591,18 @@ void launch_boxed(const c10::OperatorHandle& op, Stack* stack) {
     results.bytes += double(tensor.nbytes());
     if (tensor.sizes() == alias.sizes()) continue;
     resize_on_sim(tensor, alias.sizes());
-    Aliases().of(tensor).copy_(alias);
+    if (sim::capturing == nullptr) Aliases().of(tensor).copy_(alias);
   }
   double elements = results.elements;
   if (elements == 0.0 && !launch.inputs().empty()) elements = double(launch.inputs().back().numel());
-  count_launch(launch.name(), device.index(), results.bytes, flops_of(launch.name(), launch.inputs(), elements));
+  double flops = flops_of(launch.name(), launch.inputs(), elements);
+  if (sim::capturing == nullptr) {
+    count_launch(launch.name(), device.index(), results.bytes, flops);
+  } else {
+    Stack made = as_they_are(Stack(stack->end() - returned.size(), stack->end()));
+    auto again = [op, kept = as_they_are(given), made]() { launch_again(op, kept, made); };
+    sim::capturing->nodes.push_back({again, kernel_seconds(results.bytes, flops)});
+  }
   if (results.read || op.hasTag(at::Tag::data_dependent_output) || op.hasTag(at::Tag::dynamic_output_shape))
     count_read(launch.name(), device.index());
 }
@@ -544,18 +661,28 @@ at::Scalar local_scalar(const Tensor& self) {
   return value;
 }
 
-Tensor copy_from(const Tensor& self, const Tensor& to, bool non_blocking) {
+void copy_now(const Tensor& self, const Tensor& to) {
   Aliases aliases;
   Tensor source = on_sim(self) ? aliases.of(self) : self;
   Tensor target = on_sim(to) ? aliases.of(to) : to;
   target.copy_(source);
+}
+
+Tensor copy_from(const Tensor& self, const Tensor& to, bool non_blocking) {
   double bytes = double(self.nbytes());
-  if (!on_sim(self))
-    count_upload("aten::copy_", to.device().index(), bytes, !non_blocking);
-  else if (!on_sim(to))
+  if (!on_sim(self)) {
+    bool waits = !non_blocking || !is_pinned(self.const_data_ptr());
+    count_upload("aten::copy_", to.device().index(), bytes, waits);
+  } else if (!on_sim(to)) {
     count_read("aten::copy_", self.device().index());
-  else
+  } else if (sim::capturing != nullptr) {
+    auto again = [from = as_it_is(self), into = as_it_is(to)]() { copy_now(from, into); };
+    sim::capturing->nodes.push_back({again, kernel_seconds(2.0 * bytes, 0.0)});
+    return to;
+  } else {
     count_launch("aten::copy_", to.device().index(), 2.0 * bytes, 0.0);
+  }
+  copy_now(self, to);
   return to;
 }
 
@@ -676,12 +803,51 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   at::Generator getNewGenerator(DeviceIndex index) const override {
     return at::make_generator<Generator>(index < 0 ? current : index);
   }
-  at::Allocator* getPinnedMemoryAllocator() const override { return c10::GetAllocator(at::kCPU); }
+  at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator(); }
+  bool isPinnedPtr(const void* address) const override { return is_pinned(address); }
   void resizePrivateUse1Bytes(const c10::Storage&, size_t) const override {
     TORCH_CHECK(false, "sim: storages cannot be resized");
   }
 };
 [[maybe_unused]] const bool hooked = (at::RegisterPrivateUse1HooksInterface(new Hooks()), true);
+
+#ifdef SIM_HAS_GRAPHS
+struct Graph final : at::GraphImplInterface {
+  explicit Graph(const at::GraphImplArgs&) {}
+  ~Graph() override {
+    if (sim::capturing == &captured_) sim::capturing = nullptr;
+  }
+  void capture_begin(at::MempoolId_t, at::GraphCaptureMode) override {
+    sim::refuse_while_capturing("another capture");
+    captured_.nodes.clear();
+    sim::capturing = &captured_;
+  }
+  void capture_end() override {
+    TORCH_CHECK(sim::capturing == &captured_, "sim: this graph is not being captured");
+    sim::capturing = nullptr;
+  }
+  void instantiate() override {}
+  void replay() override {
+    sim::refuse_while_capturing("a replay");
+    Lock lock(state().mutex);
+    double seconds = 0.0;
+    for (const auto& node : captured_.nodes) {
+      node.run();
+      seconds += node.seconds;
+    }
+    count_kernel("a graph of " + std::to_string(captured_.nodes.size()) + " launches", current, seconds);
+  }
+  void reset() override { captured_.nodes.clear(); }
+  at::MempoolId_t pool() const override { return {0, 0}; }
+  void enable_debug_mode() override {}
+  void debug_dump(const std::string&) override {}
+
+ private:
+  sim::Captured captured_;
+};
+using at::GraphImplRegistry, at::RegistererGraphImplRegistry;
+C10_REGISTER_CLASS(GraphImplRegistry, SIM, Graph)
+#endif
 
 // ---- the controls ---------------------------------------------------------------------------------------
 

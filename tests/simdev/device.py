@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 __all__ = ["Counts", "Sim", "lacking", "load"]
 
 SOURCE = Path(__file__).with_name("device.cpp")
+HEADER = Path(__file__).with_name("graph.h")
 BUILDS = Path(__file__).parents[2] / ".cache" / "simdev"
 NO_LIMIT = 2**63 - 1
 
@@ -78,7 +79,8 @@ def _build(library: Path) -> None:
 @cache
 def load() -> Sim:
     """The simulated device, built and registered with torch once per process."""
-    key = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:12]
+    sources = SOURCE.read_bytes() + HEADER.read_bytes()
+    key = hashlib.sha256(sources + torch.__version__.encode()).hexdigest()[:12]
     library = BUILDS / f"simdev_{key}.so"
     if library.exists():
         torch.ops.load_library(library)
@@ -222,6 +224,7 @@ def _device_module(sim: Sim) -> ModuleType:
             torch.accelerator.set_device_index(before)
 
     module.device = current
+    module.simulated = True
     module.clock = sim.clock
     module.is_available = lambda: True
     module.is_initialized = lambda: True

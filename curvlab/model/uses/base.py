@@ -39,6 +39,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from curvlab.exceptions import ProblemError
+from curvlab.linalg.execution import deferring
 from curvlab.linalg.views import Layout
 from curvlab.measure import device
 
@@ -223,7 +224,9 @@ def repeats_one(values: Tensor) -> bool:
 
 
 def constant_value(values: Tensor) -> Tensor | float | None:
-    """The number that all `values` are, None where they differ; without values they are taken for equal.
+    """The number that all `values` are, None where they differ, or may not be looked at.
+
+    Without values they are taken for equal.
 
     >>> constant_value(torch.full((2, 3), 0.5)), constant_value(torch.arange(3.0))
     (0.5, None)
@@ -232,6 +235,8 @@ def constant_value(values: Tensor) -> Tensor | float | None:
         return 1.0  # as those of a batch without class weights or masks are
     if repeats_one(values):
         return values[(0,) * values.ndim]
+    if deferring():
+        return None
     low, high = torch.stack(values.aminmax()).tolist()
     return float(low) if low == high else None
 

@@ -29,6 +29,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from curvlab.exceptions import ProblemError
+from curvlab.linalg.execution import deferring
+from curvlab.linalg.pending import Limits, require
 from curvlab.linalg.views import Layout
 from curvlab.measure import device
 from curvlab.model.uses.base import WeightUse, constant_value, repeats_one
@@ -344,11 +346,18 @@ def _convolution_backward(
 
 def _equal_along_rows(values: Tensor) -> bool:
     """Whether every row of (rows, columns) repeats one number; without values, as most do, they are."""
-    return values.stride(1) == 0 or not device.readable(values) or bool((values == values[:, :1]).all())
+    if values.stride(1) == 0 or not device.readable(values):
+        return True
+    return not deferring() and bool((values == values[:, :1]).all())
 
 
 def _any_negative(values: Tensor) -> bool:
-    return not repeats_one(values) and device.readable(values) and bool((values < 0).any())
+    if repeats_one(values):
+        return False
+    if deferring():
+        require([values.amin()], lambda _: None, Limits("a weight of an example is negative", low=0))
+        return False
+    return device.readable(values) and bool((values < 0).any())
 
 
 def _unravelled(index: Tensor, sizes: Sequence[int]) -> list[Tensor]:

@@ -13,7 +13,9 @@ with probability `confidence`: rounds are drawn again with replacement, the same
 largest deviation of a draw tells how many independent comparisons the pairs are worth, at most their number
 (Bonferroni's). Student's t with the degrees of freedom of the trimmed mean then gives c, because with few
 rounds the draws alone are too narrow. `confidence` is 0.98 by default: of two equal contestants one is
-preferred in about 2 of 100 comparisons, and heavy tails leave that below 5.
+preferred in about 2 of 100 comparisons, and heavy tails leave that below 5. Rounds are taken as independent:
+where each contestant's own slowness goes on into the next round, with a correlation of 0.3 or 0.6, 6 or 20
+of 100 equal ones are told apart. (What slows a whole round falls on all, and does no harm.)
 
 Against a control (`below_control`) rounds are draws, of which there are often three, too few for each
 contestant's own spread. With x_i the logarithms of contestant i over the control, n of them, and K of those

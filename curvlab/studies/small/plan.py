@@ -18,17 +18,19 @@ from typing import TYPE_CHECKING, Any
 from curvlab import defaults
 from curvlab.exceptions import SpecError
 from curvlab.measure import device as devices
+from curvlab.measure.operations import operations
 from curvlab.problem import Problem
 from curvlab.providers import Provider
 from curvlab.solvers import Solver
 from curvlab.solvers.registry import solvers as solver_registry
 from curvlab.studies.compare.measurements import failure
-from curvlab.studies.compare.resources import Pair, usage
+from curvlab.studies.compare.resources import Pair, fresh, usage
 from curvlab.studies.compare.settings import Settings
 from curvlab.studies.compare.tasks import labels
 from curvlab.studies.executor import Place, run
 from curvlab.studies.setup import Setup
 from curvlab.studies.small.fake_problem import fake_problem
+from curvlab.studies.small.floor import Rates, rates_of
 from curvlab.studies.store import Row
 
 if TYPE_CHECKING:
@@ -46,6 +48,11 @@ COLUMNS = [
     "peak_bytes",
     "held_bytes",
     "flops",
+    "launches",
+    "reads",
+    "traffic_bytes",
+    "floor_seconds",
+    "bound",
     "largest",
     "fits",
 ]
@@ -64,6 +71,7 @@ def plan(
     alpha: float = defaults.ALPHA,
     forms: Sequence[str] = FORMS,
     memory: str | int | None = None,
+    device: str | None = None,
 ) -> pd.DataFrame:
     """Predict the bytes and operations of every pair, one row per pair and form.
 
@@ -74,14 +82,20 @@ def plan(
         alpha: the damping.
         forms: `"sample-space"`, `"textbook"` or both.
         memory: bytes of the device, or text such as `"11GB"`: the column `fits` says whether each fits it.
+        device: `h100`, `a100`, `4090`, `mps`, `cpu`, `cuda` or any other, here or not; that of a setup by
+            default. With it launches, host reads and traffic are counted as they are there, and with its
+            data sheet (on a device that is here: calibrated) `floor_seconds` are what no run can be faster
+            than. They are no measurement.
 
     >>> frame = plan(Setup(arch="9000-8-10", batch=100), ["fisher"], ["kfi"], memory="200MB")
     >>> frame[["form", "fits"]].values.tolist()
     [['sample-space', True], ['textbook', False]]
     """
-    subject = plannable(subject) if isinstance(subject, Setup) else subject
+    if isinstance(subject, Setup):
+        device = device or (None if subject.device == "auto" else subject.device)
+        subject = plannable(subject)
     settings = Settings.of(subject, providers=tuple(providers), solvers=tuple(solvers), alpha=alpha)
-    return run_plan(settings, forms, memory=memory)
+    return run_plan(settings, forms, memory=memory, device=device)
 
 
 def plannable(setup: Setup) -> Setup:
@@ -98,6 +112,8 @@ def run_plan(
     forms: Sequence[str] = FORMS,
     *,
     memory: str | int | None = None,
+    device: str | None = None,
+    rates: Rates | None = None,
     executor: str | Place | Executor = "serial",
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> pd.DataFrame:
@@ -107,8 +123,11 @@ def run_plan(
     for form in forms:
         if form not in FORMS:
             raise SpecError(f"form `{form}` is not known; use {' or '.join(FORMS)}")
-    limit = None if memory is None else bytes_of(memory)
-    cells = [cell for pair in settings.pairs for form in forms if (cell := _cell(settings, *pair, form))]
+    rates = rates or (None if device is None else rates_of(device))
+    room = None if rates is None else rates.memory
+    limit = room if memory is None else bytes_of(memory)
+    found = [_cell(settings, *pair, form) for pair in settings.pairs for form in forms]
+    cells = [replace(cell, device=device, rates=rates) for cell in found if cell is not None]
     rows: dict[int, Row] = {}
     on_progress(0, len(cells))
     for done in run(_run_cell, list(enumerate(cells)), executor):
@@ -119,7 +138,8 @@ def run_plan(
         }
         on_progress(len(rows), len(cells))
     frame = pd.DataFrame([rows[index] for index in sorted(rows)], columns=COLUMNS)
-    return frame.astype({"peak_bytes": float, "held_bytes": float, "flops": float})
+    numbers = ("peak_bytes", "held_bytes", "flops", "launches", "reads", "traffic_bytes", "floor_seconds")
+    return frame.astype(dict.fromkeys(numbers, float))
 
 
 @dataclass(frozen=True)
@@ -128,6 +148,8 @@ class _Cell:
     pair: Pair
     named: tuple[str, str]
     form: str
+    device: str | None = None
+    rates: Rates | None = None
 
     @property
     def head(self) -> Row:
@@ -153,6 +175,7 @@ def _run_cell(indexed: tuple[int, _Cell]) -> Row:
     try:
         with fake_problem(cell.subject) as problem:
             used = usage(cell.pair, problem)
+            asked = {} if cell.device is None else _asked(cell, problem)
     except Exception as error:
         return failure(cell.head, error)
     return cell.head | {
@@ -161,9 +184,25 @@ def _run_cell(indexed: tuple[int, _Cell]) -> Row:
         "peak_bytes": used.peak_bytes,
         "held_bytes": used.held_bytes,
         "flops": used.flops,
+        **asked,
         "largest": ""
         if used.largest is None
         else f"{'×'.join(map(str, used.largest.shape))} ({used.largest.operation})",
+    }
+
+
+def _asked(cell: _Cell, problem: Problem) -> Row:
+    """What the pair asks of the device, and the floor of its seconds."""
+    elsewhere = str(cell.device).partition(":")[0] != "cpu"
+    with operations(elsewhere) as asked:
+        cell.pair.run(fresh(problem))
+    rates = cell.rates
+    return {
+        "launches": len(asked.launches),
+        "reads": asked.reads if elsewhere else 0,
+        "traffic_bytes": asked.bytes,
+        "floor_seconds": None if rates is None else rates.floor(asked),
+        "bound": "" if rates is None else rates.verdict(asked),
     }
 
 
