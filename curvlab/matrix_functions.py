@@ -18,7 +18,14 @@ from typing import Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from curvlab.exceptions import ArgumentError, IndefiniteError, SolveError, SpecError, describe_argument
+from curvlab.exceptions import (
+    ArgumentError,
+    DenseSizeError,
+    IndefiniteError,
+    SolveError,
+    SpecError,
+    describe_argument,
+)
 from curvlab.linalg.cg import FunctionOperator, Outcome, conjugate_gradients
 from curvlab.linalg.eigenbases import Eigenbasis
 from curvlab.linalg.estimators import (
@@ -36,11 +43,13 @@ from curvlab.linalg.execution import FullPrecision
 from curvlab.linalg.flat import flatten, unflatten
 from curvlab.linalg.inverse import NotPositiveDefiniteError
 from curvlab.linalg.krylov import eigenpairs, function_times, lanczos, quadrature
+from curvlab.measure.device import memory_bytes
 
 __all__ = [
     "Damping",
     "MatrixFunction",
     "SymmetricMatrix",
+    "check_rows",
     "draw_samples",
     "estimate_measure",
     "log_determinant",
@@ -308,6 +317,17 @@ def log_determinant(
     return Estimate(float(mean), float(error), count)
 
 
+def check_rows(matrix: SymmetricMatrix, rows: int, what: str) -> None:
+    """Refuse vectors of all parameters, as many as `rows`, that the device has no memory for."""
+    needed, held = rows * matrix.size * matrix.like.element_size(), memory_bytes(matrix.like.device)
+    if held is not None and needed > held:
+        raise DenseSizeError(
+            f"{what} of `{matrix.label}` needs {rows:,} vectors of {matrix.size:,} parameters: {needed:,} "
+            f"bytes, and {matrix.like.device} has {held:,}. Ask for fewer, or look at some layers: "
+            f"curvature.select([…])"
+        )
+
+
 def runs_at_once(matrix: SymmetricMatrix, steps: int) -> tuple[int, bool]:
     """How many runs of Lanczos go side by side, and whether each can keep its vectors."""
     bytes_of_run = matrix.size * min(steps, matrix.size) * matrix.like.element_size()
@@ -318,6 +338,7 @@ def draw_samples(matrix: SymmetricMatrix, count: int, damping: object, seed: int
     """`count` draws from N(0, D⁻¹), {name: (count, *shape)}."""
     if count < 1:
         raise ArgumentError(f"sample({count}): expected a number of draws of at least 1")
+    check_rows(matrix, count, f"sample({count:,})")
     root = matrix_power(matrix, -0.5, damping)
     rows = root.rows_product(gaussian_rows(count, matrix.size, matrix.like, seed))
     sizes = [int(torch.Size(shape).numel()) for shape in matrix.shapes.values()]

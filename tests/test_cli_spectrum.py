@@ -9,10 +9,14 @@ import pandas as pd
 import pytest
 import torch
 from click.testing import CliRunner
+from filelock import FileLock
 
 import curvlab
 from curvlab.cli import main
+from curvlab.exceptions import CurvlabError, DenseSizeError, FolderInUseError
+from curvlab.report.spectra import write_spectrum
 from curvlab.studies.setup import Setup
+from curvlab.studies.small.spectra import SpectrumStudy, study_spectrum
 
 SMALL = [
     "--arch",
@@ -75,3 +79,49 @@ def test_a_checkpoint_gives_the_weights_and_a_foreign_one_is_refused(tmp_path: P
     result = CliRunner().invoke(main, ["spectrum", *given, "--checkpoint", str(tmp_path / "other.pt")])
     assert result.exit_code == 2
     assert "not the state of this model" in result.output
+
+
+def small_study(model: torch.nn.Module, provider: str = "fisher") -> SpectrumStudy:
+    problem = curvlab.Problem(model, "cross-entropy", torch.eye(4).double(), torch.tensor([0, 1, 0, 1]))
+    return study_spectrum(curvlab.estimate(provider, problem), k=3)
+
+
+@pytest.mark.slow
+def test_another_spectrum_and_files_of_the_user_are_set_aside(tmp_path: Path, plain_pages: None) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2)).double()
+    (tmp_path / "layers.csv").write_text("mine")
+    write_spectrum(small_study(model), tmp_path)
+    assert (tmp_path / "layers.previous-1.csv").read_text() == "mine"
+    first = (tmp_path / "eigenvalues.csv").read_bytes()
+    write_spectrum(small_study(model), tmp_path)
+    assert not (tmp_path / "eigenvalues.previous-1.csv").exists(), "the same numbers again"
+    write_spectrum(small_study(model, "pch-1"), tmp_path)
+    assert (tmp_path / "eigenvalues.previous-1.csv").read_bytes() == first
+    assert (tmp_path / "eigenvalues.csv").read_bytes() != first
+    assert (tmp_path / "spectrum.previous-1.html").exists()
+
+
+def test_a_folder_that_another_run_holds_is_left_alone(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 2)).double()
+    study = small_study(model)
+    with FileLock(tmp_path / ".run.lock"), pytest.raises(FolderInUseError, match="in use"):
+        write_spectrum(study, tmp_path)
+    assert not (tmp_path / "eigenvalues.csv").exists()
+
+
+def test_names_of_layers_are_no_formulas_in_the_frames() -> None:
+    model = torch.nn.Sequential()
+    model.add_module("=1+1", torch.nn.Linear(4, 2).double())
+    assert "\n'=1+1," in small_study(model).frame_texts()["layers.csv"]
+
+
+def test_more_vectors_than_memory_has_room_for_are_refused() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 200), torch.nn.Tanh(), torch.nn.Linear(200, 2)).double()
+    problem = curvlab.Problem(model, "cross-entropy", torch.eye(4).double(), torch.tensor([0, 1, 0, 1]))
+    fisher = curvlab.estimate("fisher", problem)
+    with pytest.raises(DenseSizeError, match="vectors of"):
+        curvlab.density(problem, probes=10**9)
+    with pytest.raises(CurvlabError, match=r"days|bytes"):  # what is too much depends on the machine
+        curvlab.density(problem, probes=10**6, steps=1000)
+    with pytest.raises(DenseSizeError, match="bytes"):
+        fisher.sample(10**12, damping=curvlab.Additive(0.1))

@@ -16,16 +16,19 @@ import curvlab
 from curvlab.exceptions import SpecError
 from curvlab.problem import Problem
 from curvlab.report.comparison import shown
+from curvlab.report.content import content_of
 from curvlab.report.controls import Against, Beside, against_gradient
+from curvlab.report.pages import markdown_page
 from curvlab.studies.compare import newton as newton_module
 from curvlab.studies.compare.descent import DescentBench, predicted_decrease
 from curvlab.studies.compare.krylov import Krylov
 from curvlab.studies.compare.newton import NewtonReference
 from curvlab.studies.compare.run import compare
-from curvlab.studies.compare.scenes import SceneProblems, load_checkpoint, scenes_of
+from curvlab.studies.compare.scenes import SceneProblems, scenes_of
 from curvlab.studies.compare.settings import Settings, damping_of
 from curvlab.studies.compare.spectra import largest_of_hessian, layer_spectra
 from curvlab.studies.setup import Setup
+from curvlab.studies.weights import load_weights
 from tests.cases import ONE_SCENE
 
 TINY = Setup(arch="6-4-3", data="synthetic[features=6,classes=3,examples=50]", batch=20, dtype="float64")
@@ -161,10 +164,10 @@ def test_a_checkpoint_is_loaded_from_either_kind_of_file(tmp_path: Path, suffix:
         torch.save({"state_dict": source.state_dict()}, path)
     else:
         save_file(source.state_dict(), path)
-    load_checkpoint(target, path)
+    load_weights(target, path)
     assert torch.equal(target.weight, source.weight)
-    with pytest.raises(SpecError, match="does not fit the model"):
-        load_checkpoint(nn.Linear(4, 2), path)
+    with pytest.raises(SpecError, match="not the state of this model"):
+        load_weights(nn.Linear(4, 2), path)
 
 
 @pytest.mark.parametrize(
@@ -291,3 +294,13 @@ def test_a_comparison_shows_itself() -> None:
     with pytest.raises(Exception, match="Did you mean `pareto`"):
         found.figure("paretto")
     assert "srcdoc=" in found._repr_html_()
+
+
+@pytest.mark.slow
+def test_a_comparison_whose_deciding_point_diverged_has_its_page() -> None:
+    setup = Setup(arch="6-4-3", activation="relu", data=TINY.data, batch=20)
+    found = compare(setup, ["fisher"], ["kfi"], at=("step:9",), at_lr=1e30, batches=1, repetitions=1)
+    assert set(found.cells["status"]) == {"failed"}
+    assert found.scenes.empty
+    assert any("diverged" in text for text in found.failures)
+    assert "diverged" in markdown_page(content_of(found))

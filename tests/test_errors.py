@@ -352,3 +352,21 @@ def test_linear_activations_make_exact_gauss_newton_exact() -> None:
     )
     assert at(frame, "gauss-newton[kind=exact]", "Total", "weight_error") < 1e-14
     assert at(frame, "gauss-newton[kind=exact]", "Total", "error") < 1e-14
+
+
+@pytest.mark.parametrize("structure", ["ekfac", "diagonal", "block", "layer", "full"])
+@pytest.mark.parametrize("provider", ["fisher", "gauss-newton", "pch-1[poseig=node]"])
+def test_structures_are_measured_by_their_blocks_of_the_biases(provider: str, structure: str) -> None:
+    problem = Problem(mlp(), "cross-entropy", *batch())
+    spec = provider.removesuffix("]").replace("pch-1[", "pch[kind=rows,")
+    spec += f"{',' if '[' in spec else '['}structure={structure}]"
+    found = curvlab.errors(problem, [spec], weights=True)
+    own, true = curvlab.estimate([spec, "hessian"], problem)
+    for name, error in zip(("0.bias", "2.bias", "4.bias"), found["error"], strict=False):
+        values, vectors = torch.linalg.eigh(true.blocks[name].to_dense())
+        absolute = vectors @ values.abs().diag() @ vectors.T
+        expected = torch.linalg.matrix_norm(own.blocks[name].to_dense() - absolute)
+        assert error == pytest.approx(float(expected), rel=1e-9, abs=1e-15)
+    assert found["layer"].tolist() == [1, 2, 3, "Total"]
+    assert float(found["error"].iloc[-1]) > 1e-3
+    assert not (found["weight_error"] == 0).any()

@@ -34,7 +34,7 @@ from curvlab.linalg.eigenbases import Eigenbasis
 from curvlab.linalg.estimators import gaussian_rows
 from curvlab.linalg.execution import full_precision
 from curvlab.linalg.krylov import lanczos, leading_pairs, quadrature
-from curvlab.matrix_functions import SymmetricMatrix, runs_at_once
+from curvlab.matrix_functions import SymmetricMatrix, check_rows, runs_at_once
 from curvlab.problem import Problem
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ __all__ = ["Density", "density"]
 
 LEADING = 8  # eigenvalues looked for by themselves: outliers are those before a gap among the first seven
 LEADING_TOL = 1e-4
+PRODUCT_SECONDS = 1e-4  # the least that one takes
 POINTS = 1000
 NARROW = 250  # the Gaussian's standard deviation is this part of the whole range
 
@@ -177,6 +178,13 @@ def _all_eigenvalues(basis: Eigenbasis) -> tuple[Tensor, Tensor]:
 def _estimated(matrix: SymmetricMatrix, probes: int, steps: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """The largest eigenvalues, all nodes, and the weights of the nodes for each probe, (probes, nodes)."""
     size, like = matrix.size, matrix.like
+    check_rows(matrix, probes, f"density(probes={probes:,})")
+    days = probes * min(steps, size) * PRODUCT_SECONDS / 86_400
+    if days > 1:
+        raise SpecError(
+            f"density(probes={probes:,}, steps={steps:,}) takes a product for each of them, at least "
+            f"{days:,.1f} days in all; 10 probes of 80 steps are usual"
+        )
     starts = gaussian_rows(probes, size, like, seed + 1)
     starts = starts / torch.linalg.vector_norm(starts, dim=1, keepdim=True)
     steps = min(steps, size)

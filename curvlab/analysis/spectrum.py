@@ -21,8 +21,8 @@ from curvlab.curvature import Curvature
 from curvlab.exceptions import ArgumentError, SpecError, describe_argument
 from curvlab.linalg.eigenbases import Which
 from curvlab.linalg.execution import full_precision
-from curvlab.linalg.krylov import eigenpairs
-from curvlab.matrix_functions import SymmetricMatrix
+from curvlab.linalg.krylov import eigenpairs, search_rows
+from curvlab.matrix_functions import SymmetricMatrix, check_rows
 from curvlab.problem import Problem
 from curvlab.providers.estimate import estimate
 from curvlab.solvers.solution import Status
@@ -224,6 +224,9 @@ def _spectrum(
     matrix = curvature.matrix
     count = min(k, matrix.size)
     limit = default_tolerance(matrix.like) if tol is None else tol
+    check_rows(
+        matrix, count if matrix.basis is not None else search_rows(matrix.size, count), f"spectrum(k={k:,})"
+    )
     if matrix.basis is not None:
         values, vectors = matrix.basis.extreme(count, which)
         images = matrix.product(vectors)

@@ -82,8 +82,10 @@ def option_of(setting: Setting, default: Any = None) -> click.Option:
 def _type(setting: Setting) -> Any:
     if setting.choices:
         return click.Choice(setting.choices)
-    if setting.least is not None:
-        return (click.IntRange if setting.kind is int else click.FloatRange)(min=setting.least)
+    if setting.least is not None or setting.most is not None:
+        return (click.IntRange if setting.kind is int else click.FloatRange)(
+            min=setting.least, max=setting.most
+        )
     return setting.kind
 
 

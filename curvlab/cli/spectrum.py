@@ -75,11 +75,13 @@ def command(
           --checkpoint state.pt
     """
     from curvlab.report.spectra import write_spectrum
+    from curvlab.studies.run_lock import run_lock
     from curvlab.studies.small.spectra import run_spectrum
 
     setup = make_setup(options)
-    study = run_spectrum(setup, provider, checkpoint=checkpoint, k=count, probes=probes, steps=steps)
-    page = write_spectrum(study, output)
+    with run_lock(output, "spectrum"):  # whoever cannot write there is told before anything is measured
+        study = run_spectrum(setup, provider, checkpoint=checkpoint, k=count, probes=probes, steps=steps)
+        page = write_spectrum(study, output)
     if as_json:
         frames = {name: records(frame) for name, frame in study.frames.items()}
         print_json({"config": study.config, "page": str(page), **frames})

@@ -14,6 +14,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from curvlab import specs
 from curvlab.cli.console import INTERRUPTED, show_rows
@@ -88,6 +89,8 @@ def command(
     from curvlab.studies.train.run import train
 
     plan = _plan(options)
+    if track is None:
+        _refuse_alone("track_every", "track_examples")
     tracking = None if track is None else _tracking(track, track_every, track_examples)
     folder = output or DEFAULT_FOLDER / f"{_slug(plan)}-{plan.key[:8]}"
     with launched(plan.setup.device) as launch:
@@ -121,6 +124,16 @@ def _learning_curve(frame: pd.DataFrame, title: str) -> bytes:
     from curvlab.report.figures import learning_curve_png
 
     return learning_curve_png(frame, title)
+
+
+def _refuse_alone(*names: str) -> None:
+    """Refuse options of --track that were given without it, rather than do nothing with them."""
+    for name in names:
+        if click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise SpecError(
+                f"--{name.replace('_', '-')} is of --track, which was not given: add --track trace, or leave "
+                f"it out"
+            )
 
 
 def _tracking(measures: str, every: int, examples: int) -> Tracking:

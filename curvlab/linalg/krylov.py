@@ -32,6 +32,7 @@ __all__ = [
     "lanczos",
     "leading_pairs",
     "quadrature",
+    "search_rows",
 ]
 
 RowProduct = Callable[[Tensor], Tensor]
@@ -285,10 +286,9 @@ def eigenpairs(
     >>> found.values.round(decimals=3).tolist(), found.converged
     ([100.0, 99.0], True)
     """
-    least = count + max(count, 20)
     # The fewest products are those without a restart: a space as large as the memory allows.
     roomy = min(count + SPACE, SPACE_BYTES // (size * like.element_size()))
-    space = min(size, max(least, roomy))
+    space = min(size, max(search_rows(size, count), roomy))
     search, ahead = _Search(product, size, space, like, seed), count + LOOK_EVERY
     while True:
         search.fill(max_products, min(space, search.held + ahead))
@@ -309,6 +309,11 @@ def eigenpairs(
     values = values[:count]
     residuals = torch.linalg.vector_norm(product(found) - values[:, None] * found, dim=1)
     return Eigenpairs(values, found, residuals, search.products + count, converged or search.held == size)
+
+
+def search_rows(size: int, count: int) -> int:
+    """The fewest vectors that a search for `count` eigenpairs can hold."""
+    return min(size, count + max(count, 20))
 
 
 def _order(values: Tensor, which: Which) -> Tensor:

@@ -81,7 +81,7 @@ class Fisher(RowFields):
             problem.criterion.name,
             layers,
             Definiteness(True, "a second moment"),
-            exact=self.structure == "full",
+            exact=self.structure == "full" and self.kind != "mc",
             notes=(*said, *self.row_notes(problem), *notes),
             structure=self.structure,
         )

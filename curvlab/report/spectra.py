@@ -6,12 +6,14 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 
+from curvlab.files import set_file_aside, write_text_atomic
 from curvlab.report.content import Answer, Content, Drawing, Section
 from curvlab.report.figures.axes import dress, get_axes, log_axis
 from curvlab.report.numbers import digits
 from curvlab.report.pages import write_pages
 from curvlab.report.tables import frame_table, mapping_table
 from curvlab.report.theme import Look
+from curvlab.studies.run_lock import run_lock
 from curvlab.studies.small.spectra import SpectrumStudy
 
 __all__ = ["spectrum_content", "write_spectrum"]
@@ -20,9 +22,28 @@ FACTS = ("arch", "model", "data", "criterion", "batch", "provider", "checkpoint"
 
 
 def write_spectrum(study: SpectrumStudy, folder: str | Path) -> Path:
-    """The frames as CSV files and the page, spectrum.html; returns the path of the page."""
-    study.write_frames(folder)
-    return write_pages(spectrum_content(study), folder, "spectrum")
+    """The frames as CSV files and the page, spectrum.html; returns the path of the page.
+
+    Frames of another spectrum, or files of the same names, are set aside as eigenvalues.previous-1.csv, or
+    the next number that is free, with their page.
+    """
+    with run_lock(folder, "spectrum") as held:
+        texts = study.frame_texts()
+        if any(_differs(held / name, text) for name, text in texts.items()):
+            for name in (*texts, "spectrum.md", "spectrum.html"):
+                set_file_aside(held / name)
+        for name, text in texts.items():
+            write_text_atomic(held / name, text)
+        return write_pages(spectrum_content(study), held, "spectrum")
+
+
+def _differs(path: Path, text: str) -> bool:
+    try:
+        return path.read_bytes() != text.encode()
+    except FileNotFoundError:
+        return False
+    except OSError:  # a folder, or what may not be read: setting it aside will say so
+        return True
 
 
 def spectrum_content(study: SpectrumStudy) -> Content:

@@ -61,6 +61,7 @@ class Setting:
         metavar: what the help page calls the value (default: SPEC, N or X by the kind).
         many: whether several values may be given; the default is then a tuple.
         least: the lower bound of a number.
+        most: the upper bound of a number.
         choices: the only values that are allowed.
         default_words: how the help page names the default where that is not a value.
         decides: the rows that depend on it: "study" for all, "solve" or "convergence" for those of that
@@ -80,6 +81,7 @@ class Setting:
     metavar: str = ""
     many: bool = False
     least: int | None = None
+    most: int | None = None
     choices: tuple[str, ...] = ()
     default_words: str = ""
     decides: Literal["study", "solve", "convergence", ""] = "study"
@@ -140,8 +142,10 @@ class Setting:
             return
         if self.kind is int and isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
             raise SpecError(f"{self.name}={value}: expected a whole number of at most 64 bits")
-        if self.least is not None and value < self.least:
+        if self.least is not None and not value >= self.least:  # NaN is not either
             raise SpecError(f"{self.name}={value}: use {self.least} or more")
+        if self.most is not None and value > self.most:
+            raise SpecError(f"{self.name}={value}: use {self.most} or less")
         if self.choices and value not in self.choices:
             raise SpecError(f"{self.name} `{value}` is not known; use one of {', '.join(self.choices)}")
 

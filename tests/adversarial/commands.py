@@ -11,6 +11,7 @@ __all__ = ["FAILED", "USAGE"]
 
 Mistakes = dict[str, tuple[str, ...]]
 OWN = "compare --model own:net --data own:rows -p fisher -s kfi -r 1"
+SPECTRUM = "spectrum --model own:net --data own:rows"
 TINY = "--data digits[train=50,test=20] --batch 20"
 
 USAGE: Mistakes = {
@@ -206,8 +207,71 @@ USAGE: Mistakes = {
     "merge empty -o new": ("empty", "results"),
     "merge finished -o file": ("file",),
     "merge finished -o foreign": ("foreign",),
+    "merge foreign -o new": ("foreign", "another program"),
+    "merge finished foreign -o new": ("foreign", "another program"),
     "merge finished empty -o new": ("empty", "results"),
+    # points, dampings, amounts
+    "compare --at nowhere": ("nowhere", "step:N"),
+    "compare --at ,": ("names no point", "init"),
+    "compare --at ''": ("names no point", "init"),
+    "compare --at step:0": ("step:0", "from 1"),
+    "compare --at init:3": ("init:3",),
+    "compare --at checkpoint": ("checkpoint", "--checkpoint FILE"),
+    "compare --at step:99999999999": ("864,000,000", "day"),
+    f"compare --at epoch:{'9' * 5000}": ("864,000,000", "day"),
+    "compare --at-lr nan": ("at_lr=nan", "above 0"),
+    "compare --at-lr -1": ("at_lr=-1", "above 0"),
+    "compare --at-lr 0": ("at_lr=0", "above 0"),
+    "compare --alphas nan": ("nan", "10%"),
+    "compare --alphas -3%": ("-3%", "10%"),
+    "compare --alphas 1e400%": ("1e400%", "10%"),
+    "compare --seeds 0": ("--seeds",),
+    "compare --seeds 1000000000000": ("1,000,000,000,000", "days"),
+    "compare --batches 1000000000000": ("1,000,000,000,000", "days"),
+    "compare -r 100000000000000": ("100,000,000,000,000", "days"),
+    "compare --reference-limit nan": ("nan", "0 or more"),
+    "compare --threads 100000000": ("--threads", "1024"),
+    # state dicts
+    f"{OWN} --checkpoint nowhere.pt": ("nowhere.pt", "no file"),
+    f"{OWN} --checkpoint pipe.pt": ("pipe.pt", "no file"),
+    f"{OWN} --checkpoint empty": ("empty", "no file"),
+    f"{SPECTRUM} --checkpoint nowhere.pt": ("nowhere.pt", "no file"),
+    f"{SPECTRUM} --checkpoint pipe.pt": ("pipe.pt", "no file"),
+    f"{SPECTRUM} --checkpoint empty": ("empty", "no file"),
+    f"{SPECTRUM} --checkpoint binary.toml": ("binary.toml", "state dict"),
+    f"{SPECTRUM} --checkpoint nothing.pt": ("nothing.pt", "empty or cut off"),
+    f"{SPECTRUM} --checkpoint pickled.pt": ("pickled.pt", "state dict"),
+    f"{SPECTRUM} --checkpoint whole.pt": ("whole.pt", "torch.save(model.state_dict()"),
+    f"{SPECTRUM} --checkpoint list.pt": ("list.pt", "list"),
+    f"{SPECTRUM} --checkpoint texts.pt": ("texts.pt", "0.weight", "str"),
+    f"{SPECTRUM} --checkpoint part.pt": ("part.pt", "Missing key"),
+    f"{SPECTRUM} --checkpoint shape.pt": ("shape.pt", "(4, 3)", "(3, 4)"),
+    f"{SPECTRUM} --checkpoint complex.pt": ("complex.pt", "complex64", "float32"),
+    f"{SPECTRUM} --checkpoint integers.pt": ("integers.pt", "int64", "float32"),
+    f"{SPECTRUM} --checkpoint sparse.pt": ("sparse.pt", "sparse"),
+    f"{SPECTRUM} --checkpoint meta.pt": ("meta.pt", "without values"),
+    f"{SPECTRUM} --checkpoint infinite.pt": ("not finite",),
+    # spectrum
+    "spectrum -p fihser": ("fihser", "fisher"),
+    "spectrum -k 0": ("-k", "0"),
+    "spectrum --probes 1": ("--probes", "1"),
+    "spectrum --steps 1": ("--steps", "1"),
+    "spectrum --arch 64-99999999-10": ("99999999",),
+    "spectrum --batch 0": ("--batch",),
+    "spectrum --seed 100000000000000000000000000": ("seed",),
+    "spectrum --model own:NotFinite --data own:rows": ("finite",),
+    "spectrum --model own:Noisy --data own:rows": ("random",),
+    "spectrum --model own:Leaves --data own:rows": ("SystemExit",),
+    "spectrum --model own:net --data own:bad_labels": ("9",),
+    f"{SPECTRUM} -o file": ("file",),
+    f"{SPECTRUM} -o file/run": ("file/run",),
+    f"{SPECTRUM} -o /proc/run": ("cannot write to the folder /proc/run",),
     # plan, train, list, reproduce
+    "train --track nonsense": ("nonsense", "top-eigenvalue"),
+    f"train {TINY} --track-every 5": ("--track-every", "--track trace"),
+    "train --track ,": ("track", "top-eigenvalue"),
+    "train --track trace --track-every 0": ("--track-every", "0"),
+    "train --track trace --track-examples 0": ("--track-examples", "0"),
     "plan --memory lots": ("lots", "GB"),
     "plan --memory -3GB": ("-3GB",),
     "plan --memory 0": ("0",),
@@ -253,6 +317,7 @@ USAGE: Mistakes = {
 }
 
 FAILED: Mistakes = {
+    "spectrum --probes 100000000000": ("100,000,000,000", "bytes"),
     "compare --model own:raises --data own:rows": ("own:raises", "no weights today", "python -c"),
     "compare --model own:exits --data own:rows": ("own:exits", "SystemExit"),
     "compare --model own:needs_argument --data own:rows": ("own:needs_argument", "width"),

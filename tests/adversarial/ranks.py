@@ -70,6 +70,13 @@ def solved(
     return curvlab.solve(solver, matrix, slope, process_group=group, **options).direction["0.weight"]
 
 
+def optimized(group: Any, **options: Any) -> object:
+    """Two steps of an optimizer that is built with these options."""
+    optimizer = SecondOrder(network(), "cross-entropy", process_group=group, **options)
+    optimizer.step(*batch(group.rank()))
+    return optimizer.step(*batch(group.rank()))
+
+
 def other_weights(group: Any, differs: bool) -> object:
     model = network()
     if differs:
@@ -96,6 +103,19 @@ DIFFERENCES: dict[str, Job] = {
         group, damping=curvlab.Additive(0.1) if differs else curvlab.Mixed(0.1)
     ),
     "a solver": lambda group, differs: solved(group, solver="cg" if differs else "kfi"),
+    "a structure": lambda group, differs: solved(
+        group, provider=f"fisher[structure={'layer' if differs else 'block'}]", solver="exact"
+    ),
+    "a seed of draws": lambda group, differs: solved(group, provider=f"fisher[kind=mc,seed={int(differs)}]"),
+    "a weight decay": lambda group, differs: optimized(group, weight_decay=0.1 if differs else 0.0),
+    "a learning rate": lambda group, differs: optimized(group, lr=0.2 if differs else 0.1),
+    "a momentum": lambda group, differs: optimized(group, momentum=0.5 if differs else 0.9),
+    "a setting of SPRING": lambda group, differs: optimized(
+        group,
+        provider="fisher[structure=full]",
+        solver="exact",
+        spring=0.5 if differs else 0.9,
+    ),
     "a setting of a solver": lambda group, differs: solved(
         group, solver=f"cg[max_iter={3 if differs else 9}]"
     ),

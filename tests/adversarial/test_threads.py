@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,7 @@ def operations() -> dict[str, Callable[[], Any]]:
     fisher = curvlab.estimate("fisher", problem)
     hessian = curvlab.estimate("hessian", problem)
     slope = problem.gradient()
-    optimizer = SecondOrder(model, "cross-entropy", lr=1e-6)
+    optimizer = SecondOrder(chain().double(), "cross-entropy", lr=1e-6)
     alphas = iter(0.01 + index * 1e-7 for index in range(10**9))
     found: dict[str, Callable[[], Any]] = {
         "Problem": lambda: curvlab.Problem(model, "cross-entropy", *batch(0)),
@@ -140,10 +141,33 @@ def operations() -> dict[str, Callable[[], Any]]:
         "copy": lambda: fisher.to(torch.float64),
         "frame of a solution": lambda: curvlab.solve("kfi", fisher, slope, alpha=next(alphas)).frame(),
         "step of the optimizer": lambda: optimizer.step(*batch(0)),
+        "spectrum": lambda: curvlab.spectrum(fisher, k=3),
+        "spectrum by layer": lambda: curvlab.spectrum(fisher, k=1, by="layer").frame(),
+        "density": lambda: curvlab.density(fisher, 2, 4, points=50),
+        "density of the hessian": lambda: curvlab.density(hessian, 2, 4, points=50),
+        "similarity": lambda: curvlab.similarity(fisher, fisher + 2 * fisher),
+        "power, a new damping each time": lambda: (
+            fisher.power(-0.5, damping=curvlab.Additive(next(alphas))) @ slope
+        ),
+        "estimated trace": lambda: hessian.trace(estimator="hutch++", probes=8),
+        "estimated diagonal": lambda: hessian.diagonal(estimator="hutchinson", probes=4),
+        "from an operator": lambda: curvlab.curvature_from(fisher.to_scipy(), like=model) @ slope,
+        "bounds": lambda: curvlab.bounds(problem),
+        "errors": lambda: curvlab.errors(problem, providers=["fisher"]),
     }
-    exact = ("fisher[kind=exact]", "gauss-newton[kind=exact]", "hessian")
-    for provider in ("fisher", "fisher[kind=mc]", "gauss-newton", "pch-1", "pch[kind=rows]", *exact):
+    exact = ("fisher[kind=exact]", "gauss-newton[kind=exact]", "pch[kind=exact]", "hessian")
+    rows = ("gauss-newton[kind=rows]", "pch[kind=rows]", "hessian[kind=rows]")
+    structures = [f"fisher[structure={one}]" for one in ("ekfac", "diagonal", "block", "layer", "full")]
+    for provider in ("fisher", "fisher[kind=mc]", "gauss-newton", "pch-1", *exact, *rows, *structures):
         found[f"estimate {provider}"] = lambda provider=provider: curvlab.estimate(provider, problem)
+    for provider in ("pch[kind=exact]", *rows, *structures):
+        curvature = cache(lambda provider=provider: curvlab.estimate(provider, problem))
+        found[f"product {provider}"] = lambda kept=curvature: kept() @ slope
+        found[f"spectrum {provider}"] = lambda kept=curvature: curvlab.spectrum(kept(), k=2)
+    for structure in structures:
+        found[f"solve exact {structure}, a new alpha each time"] = lambda structure=structure: curvlab.solve(
+            "exact", curvlab.estimate(structure, problem), slope, alpha=next(alphas)
+        )
     for solver in ("kfi", "sm-kfi", "cg", "ea-cg", "exact"):
         found[f"solve {solver}, a new alpha each time"] = lambda solver=solver: curvlab.solve(
             solver, curvlab.estimate("fisher", problem), problem.gradient(), alpha=next(alphas)

@@ -6,7 +6,13 @@ Everything a command of the table names is here by a short name, so that the tab
 from __future__ import annotations
 
 import json
+import os
+import pickle
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
 
 from curvlab.studies.compare.run import compare
 from curvlab.studies.setup import Setup
@@ -110,6 +116,36 @@ CONFIGS = {
 }
 
 
+class Payload:
+    """Whoever unpickles it makes a folder that the tests would find."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("unpickled",)
+
+
+def make_states(folder: Path) -> None:
+    """State dicts that are not that of `own:net`, and what only looks like one."""
+    net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+    own = {name: value.detach() for name, value in net.state_dict().items()}
+    states: dict[str, object] = {
+        "whole": net,
+        "list": [1, 2],
+        "texts": dict.fromkeys(own, "x"),
+        "part": {"0.weight": own["0.weight"]},
+        "shape": own | {"0.weight": own["0.weight"].T.contiguous()},
+        "complex": {name: value.to(torch.complex64) for name, value in own.items()},
+        "integers": {name: value.to(torch.int64) for name, value in own.items()},
+        "sparse": {name: value.to_sparse() for name, value in own.items()},
+        "meta": {name: value.to("meta") for name, value in own.items()},
+        "infinite": {name: value / 0 for name, value in own.items()},
+    }
+    for name, state in states.items():
+        torch.save(state, folder / f"{name}.pt")
+    (folder / "pickled.pt").write_bytes(pickle.dumps(Payload()))
+    (folder / "nothing.pt").write_bytes(b"")
+    os.mkfifo(folder / "pipe.pt")
+
+
 def make_workshop(folder: Path) -> None:
     """Fill the folder; one comparison is made, so that there is a finished run to be mistaken about."""
     (folder / "own.py").write_text(OWN)
@@ -118,6 +154,7 @@ def make_workshop(folder: Path) -> None:
     (folder / "exits.py").write_text("raise SystemExit(3)\n")
     for name, content in CONFIGS.items():
         (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    make_states(folder)
     (folder / "file").write_text("in the way")
     (folder / "empty").mkdir()
     (folder / "images" / "one").mkdir(parents=True)

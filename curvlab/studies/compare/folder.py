@@ -131,9 +131,15 @@ def merge_comparisons(folders: Sequence[str | Path], into: str | Path) -> Merged
 
 def _merge(folders: Sequence[str | Path], into: Path) -> MergedComparisons:
     paths = [Path(folder) for folder in folders]
+    held = {path: Store(path, read_only=True, check=row_problem).rows() for path in paths}
+    for path, rows in held.items():
+        if not rows and (path / "results.jsonl").is_file():
+            raise ResultsFolderError(
+                f"{path}/results.jsonl has no row that curvlab has written: it is of another program, or "
+                f"damaged. Leave the folder out"
+            )
     done = merge(paths, into)
     done = replace(done, conflicts=[c for c in done.conflicts if not _differs_anyway(c.kept)])
-    held = {path: Store(path, read_only=True, check=row_problem).rows() for path in paths}
     compared = [path for path, rows in held.items() if any(row.get("kind") == "study" for row in rows)]
     apart = {path: len(rows) for path, rows in held.items() if path not in compared}
     if not compared:

@@ -159,7 +159,7 @@ def comparison_from(
         ),
         dampings=_frame([row for pair, solve in measured for row in _damping_rows(pair, solve)], DAMPINGS),
         spectra=_frame([row for one in wrong for row in _listed(one, "spectra")], SPECTRA),
-        scenes=_frame(by_kind["scene"], SCENES),
+        scenes=_frame([row for row in by_kind["scene"] if row["status"] == "ok"], SCENES),
         coverage=next((_coverage(row) for row in wrong if "bias_share" in row), {}),
         repetitions=_frame(_records(times), REPETITIONS).sort_values(
             ["repetition"], kind="stable", ignore_index=True

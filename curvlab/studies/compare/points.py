@@ -15,6 +15,10 @@ from curvlab.exceptions import SpecError
 __all__ = ["GIVEN", "Point", "read_points"]
 
 GIVEN = "given"
+MOST = 864_000_000  # steps of a tenth of a millisecond in a day
+USABLE = (
+    "init, trained, checkpoint, step:N or epoch:N (N from 1), several with commas: --at init,epoch:1,epoch:5"
+)
 WORDS = {
     GIVEN: "the model as it was given",
     "init": "the model as it is built, untrained",
@@ -39,11 +43,14 @@ class Point:
         """The point by its name."""
         kind, _, count = text.partition(":")
         plain = kind in ("init", "trained", "checkpoint", GIVEN) and not count
-        counted = kind in ("step", "epoch") and count.isdecimal() and int(count) > 0
+        counted = kind in ("step", "epoch") and count.isdecimal() and count.strip("0") != ""
         if not plain and not counted:
+            raise SpecError(f"point `{text}` is not known; use {USABLE}")
+        # Python reads no number of thousands of digits.
+        if counted and (len(count) > 12 or int(count) > MOST):
             raise SpecError(
-                f"point `{text}` is not known; use init, trained, checkpoint, step:N or epoch:N (N from 1), "
-                f"several with commas: --at init,epoch:1,epoch:5"
+                f"point `{text[:60]}`: more than {MOST:,} steps take longer than a day even on the smallest "
+                f"model; measure earlier, or begin at a --checkpoint"
             )
         return cls(text, kind, int(count or 0))
 
@@ -64,4 +71,6 @@ def read_points(names: tuple[str, ...]) -> tuple[str, ...]:
     ('init', 'epoch:1', 'epoch:5')
     """
     found = [part.strip() for name in names for part in name.split(",") if part.strip()]
+    if names and not found:
+        raise SpecError(f"at=`{','.join(names)}` names no point; use {USABLE}")
     return tuple(dict.fromkeys(Point.read(name).name for name in found))

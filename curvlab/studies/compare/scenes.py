@@ -12,21 +12,21 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from curvlab import imports
-from curvlab.exceptions import CurvlabError, SpecError
+from curvlab.exceptions import CurvlabError
 from curvlab.studies.compare.points import GIVEN, Point
 from curvlab.studies.compare.settings import Settings, build
 from curvlab.studies.setup import Setup
+from curvlab.studies.weights import load_weights
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from curvlab.problem import Problem
 
-__all__ = ["Scene", "SceneProblems", "load_checkpoint", "scenes_of"]
+__all__ = ["Scene", "SceneProblems", "scenes_of"]
 
 TRAINED_STEPS, TRAINED_OPERATIONS = 100, 5e11
 
@@ -101,7 +101,7 @@ class SceneProblems:
         setup = _seeded(self.settings.subject, seed)
         problem = build(setup)
         if self.settings.checkpoint is not None:
-            load_checkpoint(problem.model, self.settings.checkpoint)
+            load_weights(problem.model, self.settings.checkpoint)
         training = _Training(setup, problem, self.settings)
         points = [Point.read(name) for name in self.settings.at if name not in ("init", GIVEN)]
         wanted = {point.name: training.steps_to(point) for point in points}
@@ -191,33 +191,3 @@ def _again(problem: Problem) -> Problem:
         return problem
     batch = next(problem.batches())
     return problem.with_data(batch.inputs, batch.targets)
-
-
-def load_checkpoint(model: nn.Module, path: str | Path) -> None:
-    """Load a state dict from a safetensors file, or from a torch file with `weights_only`.
-
-    A file that wraps it as `state_dict`, `model_state_dict` or `model` is understood.
-    """
-    import torch
-
-    path = Path(path)
-    try:
-        if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            state: Any = load_file(path)
-        else:
-            state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise SpecError(
-            f"checkpoint {path} cannot be read ({type(error).__name__}: {error}); expected a state dict, as "
-            f"safetensors or as torch.save(model.state_dict(), …) writes it"
-        ) from error
-    for name in ("state_dict", "model_state_dict", "model"):
-        if isinstance(state, dict) and isinstance(state.get(name), dict):
-            state = state[name]
-    try:
-        model.load_state_dict(state)
-    except (RuntimeError, TypeError, AttributeError) as error:
-        words = " ".join(str(error).split())[:300]
-        raise SpecError(f"checkpoint {path} does not fit the model: {words}") from error

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["Settings", "all_settings", "build", "command_settings", "damping_of"]
 
 BOTH = ("compare", "plan")
+LEAST_SECONDS = 1e-3  # that the quickest measurement takes, with its row
 OF_STEPS = ("solve", "error", "control", "scene")  # kinds of rows that the limits of references decide
 
 
@@ -133,7 +134,7 @@ class Settings:
         least=0,
         decides="solve",
     )
-    threads: int = setting(0, "Threads of torch.", least=1, default_words="as torch chooses")
+    threads: int = setting(0, "Threads of torch.", least=1, most=1024, default_words="as torch chooses")
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @classmethod
@@ -212,14 +213,28 @@ class Settings:
                 damping_of(text, 1.0)
         except ValueError as error:
             raise SpecError(str(error)) from error
+        check_rate(self.at_lr, "at_lr")
         if self.lr is not None:
             check_rate(self.lr)
+        self._check_amount()
         for name in self.baselines:
             optimizers.make(name).resolve()
         if self.epochs and not self._trains:
             raise SpecError(
                 f"epochs={self.epochs} needs a data set with a training and a test part; name one "
                 '(data="digits", …) instead of your own batches, or leave epochs out'
+            )
+
+    def _check_amount(self) -> None:
+        """Refuse what no machine ends with: more of the shortest measurements than fit into a day."""
+        pairs, scenes = len(self.pairs), len(self.at) * self.seeds * self.batches
+        cells = pairs * (scenes + len(self.at) * self.repetitions)
+        days = cells * LEAST_SECONDS / 86_400
+        if days > 1:
+            raise SpecError(
+                f"seeds={self.seeds:,}, batches={self.batches:,} and repetitions={self.repetitions:,} make "
+                f"{cells:,} measurements of {pairs} pairs at {len(self.at)} points: at least {days:,.1f} "
+                f"days. Use fewer of them"
             )
 
     @property

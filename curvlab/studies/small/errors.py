@@ -39,7 +39,7 @@ from curvlab.linalg import poseig
 from curvlab.linalg.execution import full_precision
 from curvlab.model.recording import ChainRecording
 from curvlab.problem import Problem
-from curvlab.providers import GaussNewton, Provider, estimate
+from curvlab.providers import GaussNewton, Hessian, Provider, estimate
 from curvlab.providers.hessian import hessian_products
 from curvlab.providers.registry import providers as registry
 from curvlab.studies.small.references import (
@@ -110,8 +110,11 @@ def errors(
     *curvatures, exact = estimate([*specs, "hessian"], problem)
     truths, notes = _truths(problem, exact, budget)
     measured = [
-        [_bias_error(curvature, layer, truth) for layer, truth in zip(curvature.layers, truths, strict=True)]
-        for curvature in curvatures
+        [
+            _bias_error(curvature, layer, truth, _is_hessian(spec, curvature))
+            for layer, truth in zip(exact.layers, truths, strict=True)
+        ]
+        for spec, curvature in zip(specs, curvatures, strict=True)
     ]
     probes = 0
     if weights:
@@ -122,7 +125,8 @@ def errors(
             for one, other in zip(measured, of_weights, strict=True)
         ]
     pairs = zip(curvatures, measured, strict=True)
-    rows = [row for curvature, values in pairs for row in _rows(curvature, numbers, values)]
+    names = [layer.name for layer in exact.layers]
+    rows = [row for curvature, values in pairs for row in _rows(curvature.provider, names, numbers, values)]
     frame = pd.DataFrame(rows)
     frame.attrs = _attributes(problem, curvatures) | _shares(problem, exact, truths, measured)
     frame.attrs |= {"weight_probes": probes, "left_out": notes}
@@ -176,12 +180,36 @@ def _absolute(block: Tensor) -> Tensor:
     return poseig(block.to("cpu", torch.float64), gamma=-1.0)
 
 
-def _bias_error(curvature: Curvature, layer: LayerCurvature, truth: tuple[Tensor, Tensor] | None) -> Measured:
+def _layer_of(curvature: Curvature, layer: LayerCurvature) -> LayerCurvature | None:
+    """A curvature's own layer with the same parameters; other structures join layers, or part them."""
+    wanted = (layer.name, layer.weight_name, layer.bias_name)
+    same = (own for own in curvature.layers if (own.name, own.weight_name, own.bias_name) == wanted)
+    return next(same, None)
+
+
+def _output_block(curvature: Curvature, layer: LayerCurvature) -> Tensor | None:
+    """A curvature's block at the outputs of the exact Hessian's `layer`, where it has one."""
+    counterpart = _layer_of(curvature, layer)
+    found = None if counterpart is None else provider_output_block(counterpart)
+    bias = layer.bias_name
+    if found is None and bias is not None and bias in curvature.blocks:
+        return curvature.blocks[bias].to_dense()
+    return found
+
+
+def _is_hessian(spec: str | Provider, curvature: Curvature) -> bool:
+    """Whether it is what is measured against; a Fisher may be exact too, and is another matrix."""
+    return curvature.exact and isinstance(registry.make(spec), Hessian)
+
+
+def _bias_error(
+    curvature: Curvature, layer: LayerCurvature, truth: tuple[Tensor, Tensor] | None, hessian: bool
+) -> Measured:
     if truth is None:
         return {"error": math.nan, "norm": math.nan}
     signed, absolute = truth
     # The exact Hessian's blocks are at hand, also where a layer has no bias.
-    own = signed if curvature.exact else provider_output_block(layer)
+    own = signed if hessian else _output_block(curvature, layer)
     if own is None:
         return {"error": math.nan, "norm": math.nan}
     return {"error": _norm(own.to(absolute) - absolute), "norm": _norm(absolute)}
@@ -203,7 +231,8 @@ def _all_weight_errors(
     if problem.chain is not None and not problem.streamed and budget.take(_yardstick_cost(problem, numbers)):
         sticks = [weight_yardstick(_recording(problem), number - 1) for number in numbers]
         pairs = zip(specs, curvatures, strict=True)
-        return [_weight_errors(problem, spec, one, numbers, sticks) for spec, one in pairs], 0, []
+        layers = exact.layers
+        return [_weight_errors(problem, spec, one, layers, numbers, sticks) for spec, one in pairs], 0, []
     probed, norms, probes = probed_weight_errors(problem, exact, curvatures, budget)
     notes = [] if probes else ["no error of weight blocks: a random product with each is beyond the limit"]
     return [[_probed(layer, one, norms) for layer in exact.layers] for one in probed], probes, notes
@@ -238,23 +267,26 @@ def _weight_errors(
     problem: Problem,
     spec: str | Provider,
     curvature: Curvature,
+    layers: Sequence[LayerCurvature],
     numbers: list[int],
     sticks: list[WeightYardstick],
 ) -> list[Measured]:
     provider, recording = registry.make(spec), _recording(problem)
+    is_hessian = _is_hessian(spec, curvature)
     exact_gauss_newton = isinstance(provider, GaussNewton) and provider.kind == "exact"
 
     def error(layer: LayerCurvature, position: int, stick: WeightYardstick) -> float:
-        if curvature.exact:
+        if is_hessian:
             return 0.0
         if exact_gauss_newton:
             return gauss_newton_error(recording, position)
-        if layer.output is not None and _has_inputs_of(layer, recording):
-            return stick.error(layer.output.to_dense())
+        own = _layer_of(curvature, layer)
+        if own is not None and own.output is not None and _has_inputs_of(own, recording):
+            return stick.error(own.output.to_dense())
         return math.nan
 
     measured = []
-    for layer, number, stick in zip(curvature.layers, numbers, sticks, strict=True):
+    for layer, number, stick in zip(layers, numbers, sticks, strict=True):
         values = (error(layer, number - 1, stick), stick.norm, stick.floor)
         if layer.weight_name is None:
             values = (math.nan,) * 3
@@ -270,13 +302,15 @@ def _has_inputs_of(layer: LayerCurvature, recording: ChainRecording) -> bool:
     return layer.inputs.full.shares_rows_with(recorded.inputs)
 
 
-def _rows(curvature: Curvature, numbers: list[int], measured: list[Measured]) -> list[dict[str, object]]:
+def _rows(
+    provider: str, names: list[str], numbers: list[int], measured: list[Measured]
+) -> list[dict[str, object]]:
     rows = [
-        {"layer": number, "layer_name": layer.name, "provider": curvature.provider, **_columns(values)}
-        for number, layer, values in zip(numbers, curvature.layers, measured, strict=True)
+        {"layer": number, "layer_name": name, "provider": provider, **_columns(values)}
+        for number, name, values in zip(numbers, names, measured, strict=True)
     ]
     total = {key: _root_of_squares([values[key] for values in measured]) for key in measured[0]}
-    return [*rows, {"layer": TOTAL, "layer_name": TOTAL, "provider": curvature.provider, **_columns(total)}]
+    return [*rows, {"layer": TOTAL, "layer_name": TOTAL, "provider": provider, **_columns(total)}]
 
 
 def _columns(values: Measured) -> Measured:

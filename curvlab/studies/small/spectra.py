@@ -10,23 +10,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from curvlab.analysis.density import Density, density
 from curvlab.analysis.spectrum import LayerSpectra, Spectrum, spectrum
 from curvlab.curvature import Curvature
-from curvlab.exceptions import SpecError
-from curvlab.files import write_text_atomic
 from curvlab.linalg.estimators import Estimate
-from curvlab.problem import Problem
 from curvlab.providers.estimate import estimate
+from curvlab.studies.spreadsheet import csv_text
+from curvlab.studies.weights import load_weights
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from curvlab.studies.setup import Setup
 
-__all__ = ["SpectrumStudy", "load_weights", "run_spectrum", "study_spectrum"]
+__all__ = ["SpectrumStudy", "run_spectrum", "study_spectrum"]
 
 TRACE_PROBES = 30
 
@@ -69,14 +66,9 @@ class SpectrumStudy:
         ]
         return pd.DataFrame(rows, columns=["measure", "value", "standard_error"])
 
-    def write_frames(self, folder: str | Path) -> list[Path]:
-        """Every frame as a CSV file in `folder`; returns their paths."""
-        paths = []
-        for name, frame in self.frames.items():
-            path = Path(folder) / f"{name}.csv"
-            write_text_atomic(path, frame.to_csv(index=False))
-            paths.append(path)
-        return paths
+    def frame_texts(self) -> dict[str, str]:
+        """Every frame as the text of a CSV file, by the file's name."""
+        return {f"{name}.csv": csv_text(frame) for name, frame in self.frames.items()}
 
 
 def study_spectrum(
@@ -120,7 +112,7 @@ def run_spectrum(
     resolved = setup.resolve()
     problem = resolved.build_problem()
     if checkpoint is not None:
-        problem = load_weights(problem, checkpoint)
+        load_weights(problem.model, checkpoint)
     config = {
         **resolved.fields(),
         "provider": provider,
@@ -131,22 +123,3 @@ def run_spectrum(
     }
     curvature = estimate(provider, problem)
     return study_spectrum(curvature, config, k=k, probes=probes, steps=steps, seed=resolved.seed)
-
-
-def load_weights(problem: Problem, path: str | Path) -> Problem:
-    """The problem with its model's state read from a file that torch.save wrote."""
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise SpecError(f"checkpoint `{path}` cannot be read: {error}") from error
-    for key in ("model", "state_dict", "model_state_dict"):
-        if isinstance(state, dict) and isinstance(state.get(key), dict):
-            state = state[key]
-    try:
-        problem.model.load_state_dict(state)
-    except (RuntimeError, TypeError, AttributeError) as error:
-        raise SpecError(
-            f"checkpoint `{path}` is not the state of this model ({error}). Save it with "
-            f"torch.save(model.state_dict(), path)"
-        ) from error
-    return problem

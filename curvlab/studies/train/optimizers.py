@@ -223,6 +223,7 @@ class SecondOrderSpec(OptimizerSpec):
     ema: float = 0.0
     refresh_every: int = 1
     adapt_every: int = 0
+    spring: float = 0.0
 
     def build(
         self, model: nn.Module, criterion: Criterion, communicator: Communicator | None = None
@@ -237,6 +238,7 @@ class SecondOrderSpec(OptimizerSpec):
             self.lr,
             self.alpha,
             momentum=self.momentum,
+            spring=self.spring,
             weight_decay=self.weight_decay,
             max_grad_norm=self.max_grad_norm,
             ema=self.ema,
@@ -510,13 +512,13 @@ def _torch_optimizer(name: str) -> Callable[..., Any] | None:
     return known.get(name.lower())
 
 
-def check_rate(lr: float) -> None:
+def check_rate(lr: float, name: str = "lr") -> None:
     """Raise `SpecError` unless the learning rate is a finite number above zero: else nothing would train.
 
     >>> check_rate(0.1)
     """
     if not 0 < lr < math.inf:
-        raise SpecError(f"lr={lr}: a learning rate is a finite number above 0, such as 0.1")
+        raise SpecError(f"{name}={lr}: a learning rate is a finite number above 0, such as 0.1")
 
 
 def _check_fraction(name: str, value: float) -> None:
