@@ -33,7 +33,7 @@ from curvlab.measure.memory import peak_bytes
 
 NETWORKS = {
     "resnet18": "resnet[widths=64-128-256-512,blocks=2-2-2-2,activation=silu,norm=none]",
-    "transformer": "vit[width=256,depth=4,heads=4,patch=4]",
+    "transformer": "vit-tiny[width=256,depth=4,heads=4,patch=4]",
 }
 PEAK, SLOWER = 1.4, 3.0
 

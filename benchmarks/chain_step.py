@@ -18,6 +18,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from statistics import median
 from time import process_time
@@ -57,7 +58,7 @@ def steps_on(name: str) -> dict[str, Callable[[], object]]:
     steps: dict[str, Callable[[], object]] = {"sgd": sgd_step}
     for provider, solver in METHODS:
         optimizer = SecondOrder(model, "cross-entropy", provider, solver, lr=1e-4, alpha=0.05)
-        steps[f"{provider} + {solver}"] = lambda optimizer=optimizer: optimizer.step(x, y)  # type: ignore[misc]
+        steps[f"{provider} + {solver}"] = partial(optimizer.step, x, y)
     return steps
 
 

@@ -43,6 +43,7 @@ from curvlab.model.recording import (
     AllWeightsZeroError,
     ChainRecording,
     GradientMean,
+    GraphRecording,
     Recording,
     gradient_of,
     record,
@@ -391,6 +392,12 @@ class Problem(FullPrecision):
             yield
         finally:
             self._trusted = before
+
+    def release_recording(self) -> None:
+        """Let go of a single batch's recording and its graph: what is asked for next runs the batch anew."""
+        held, self._recording = self._recording, None
+        if held is not None and isinstance(held[1], GraphRecording):
+            held[1].release()
 
     def examples(self) -> int:
         """Number of examples; a stream is counted in a pass of its own unless one has been made."""

@@ -49,6 +49,29 @@ def check_solution(curvature: curvlab.Curvature, gradient: object, dense: Tensor
         assert all(block.residual < 1e-10 for block in solution.blocks.values())
 
 
+def test_a_product_with_the_matrix_is_made_where_a_residual_is_read_and_once_for_a_layer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, x, y = CASES["residual"].make(4)
+    problem = curvlab.Problem(model, "cross-entropy", x, y)
+    curvature, gradient = curvlab.estimate("fisher[structure=layer]", problem), problem.gradient()
+    products, plain = [], ExampleFactor.matmul
+
+    def counting(self: ExampleFactor, x: Tensor) -> Tensor:
+        products.append(self)
+        return plain(self, x)
+
+    monkeypatch.setattr(ExampleFactor, "matmul", counting)
+    solution = curvlab.solve("exact", curvature, gradient, alpha=0.1)
+    _ = flat(solution.direction, list(curvature.blocks))
+    assert not products
+    first = solution.blocks["first.weight"]
+    assert first.residual < 1e-10
+    made = len(products)
+    assert solution.blocks["first.bias"].residual == first.residual
+    assert len(products) == made > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize(

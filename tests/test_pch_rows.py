@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import weakref
+from copy import deepcopy
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing import assert_close
 
 import curvlab
 from curvlab.criteria import CrossEntropy
 from curvlab.exceptions import ProblemError, SpecError
 from curvlab.linalg import DenseFactor, GramFactor, poseig_difference
 from curvlab.linalg.factors import DiagonalFactor
+from curvlab.model.recording import GraphRecording
 from curvlab.optim import SecondOrder
 from curvlab.providers import propagation
 from curvlab.providers.propagation import NODE_CURVATURES, PropagatedCurvature
@@ -343,6 +349,55 @@ def test_the_optimizer_trains_with_it(case: str, solver: str) -> None:
     for _ in range(14):
         last = float(optimizer.step(x, y))
     assert last < 0.8 * first
+
+
+@pytest.mark.parametrize(("poseig", "passes"), [("node", 2), ("last", 3)])
+def test_a_step_takes_the_gradient_and_the_terms_in_one_pass_and_a_pass_for_each_sign(
+    poseig: str, passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x, y = CASES["residual"].make(6)
+    wanted = curvlab.Problem(deepcopy(model), "cross-entropy", x, y)
+    provider = f"pch[kind=rows,poseig={poseig}]"
+    step = curvlab.solve("kfi", curvlab.estimate(provider, wanted), wanted.gradient(), alpha=0.1).direction
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = SecondOrder(model, "cross-entropy", provider, "kfi", lr=0.5, alpha=0.1)
+    sent: list[Tensor] = []
+    plain = GraphRecording._send_back
+
+    def counting(self: GraphRecording, cotangent: Tensor) -> None:
+        sent.append(cotangent)
+        plain(self, cotangent)
+
+    optimizer.step(x, y)  # the first looks the network over besides
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(before[name])
+    monkeypatch.setattr(GraphRecording, "_send_back", counting)
+    optimizer.step(x, y)
+    assert len(sent) == passes
+    for name, p in model.named_parameters():
+        assert_close(p.detach() - before[name], 0.5 * step[name], rtol=1e-9, atol=1e-12)
+
+
+def test_what_starts_at_the_nodes_is_made_as_the_pass_arrives_and_not_held(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, x, y = CASES["residual"].make(6)
+    made: list[weakref.ref[Tensor]] = []
+    most = 0
+    plain = PropagatedCurvature._draw_node
+
+    def noting(self: PropagatedCurvature, *args: Any) -> Tensor:
+        nonlocal most
+        most = max(most, sum(one() is not None for one in made))
+        rows = plain(self, *args)
+        made.append(weakref.ref(rows))
+        return rows
+
+    monkeypatch.setattr(PropagatedCurvature, "_draw_node", noting)
+    curvlab.estimate("pch[kind=rows,samples=3]", curvlab.Problem(model, "cross-entropy", x, y))
+    assert len(made) > 12
+    assert most <= 1
 
 
 # What is said and refused

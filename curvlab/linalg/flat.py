@@ -36,8 +36,12 @@ def unflatten(vector: Tensor, shapes: Mapping[str, Sequence[int]]) -> dict[str, 
 
 
 def flatten_rows(vectors: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
-    """Several vectors, {name: (r, *shape)}, as rows (r, n)."""
-    return torch.cat([vectors[name].flatten(1) for name in names], dim=1)
+    """Several vectors, {name: (r, *shape)}, as rows (r, n); an entry of no dimension is one column.
+
+    >>> flatten_rows({"a": torch.ones(2), "b": torch.ones(2, 3)}, ["a", "b"]).shape
+    torch.Size([2, 4])
+    """
+    return torch.cat([vectors[name].reshape(len(vectors[name]), -1) for name in names], dim=1)
 
 
 def unflatten_rows(rows: Tensor, shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:

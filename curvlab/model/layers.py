@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from curvlab.activations import Activation
@@ -38,8 +39,10 @@ __all__ = [
     "MatrixRole",
     "Part",
     "WatchedUses",
+    "add_rows",
     "check_same_layers",
     "layers_of",
+    "shape_of_rows",
     "view_of_use",
 ]
 
@@ -302,3 +305,20 @@ def check_same_layers(first: Sequence[Layer], now: Sequence[Layer]) -> None:
                     f"`{name}` is used in another way in this batch ({layer.kind}) than in the first one "
                     f"({kinds[name][0]}): its blocks would be of two kinds. Use batches that take one way"
                 )
+
+
+def shape_of_rows(parameter: Tensor, rows: tuple[int, int] | None) -> tuple[int, ...]:
+    """The shape of some rows of a parameter."""
+    return tuple(parameter.shape) if rows is None else (rows[1] - rows[0], *parameter.shape[1:])
+
+
+def add_rows(
+    sums: dict[str, Tensor], name: str, parameter: Tensor, rows: tuple[int, int] | None, value: Tensor
+) -> None:
+    """Add a value for some rows of a parameter to its sum."""
+    if rows is None:
+        sums[name] = value if name not in sums else sums[name] + value
+        return
+    if name not in sums:
+        sums[name] = torch.zeros_like(parameter)
+    sums[name][rows[0] : rows[1]] += value

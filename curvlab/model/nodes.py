@@ -33,6 +33,7 @@ from curvlab.exceptions import ProblemError
 from curvlab.linalg.pending import askable
 
 __all__ = [
+    "Cotangent",
     "CurvatureRoot",
     "ElementwiseNode",
     "NodeFinder",
@@ -41,6 +42,7 @@ __all__ = [
     "NonlinearNode",
     "NormNode",
     "base_name",
+    "formed",
     "is_linear",
     "norm_node",
     "overwritten",
@@ -155,18 +157,22 @@ class NodeRows:
         return self.back(alone)
 
 
+Cotangent = Tensor | Callable[[], Tensor]
+"""A tensor, or what makes it once a backward pass has come to where it starts: then it is never held."""
+
+
 class NodeInput:
     """What a non-linear function is given, u: `cotangent` is added to what a backward pass brings there."""
 
     rows: NodeRows
-    cotangent: Tensor | None
+    cotangent: Cotangent | None
 
     def __init__(self, rows: NodeRows) -> None:
         self.rows, self.cotangent = rows, None
 
     def inject(self, gradient: Tensor) -> Tensor | None:
         """The hook at u."""
-        return None if self.cotangent is None else gradient + self.cotangent
+        return None if self.cotangent is None else gradient + formed(self.cotangent)
 
 
 @dataclass(eq=False)
@@ -181,7 +187,7 @@ class NonlinearNode(NodeInput, ABC):
     inputs: Tensor
     version: int = field(init=False)
     receive: Callable[[Tensor], None] | None = field(default=None, init=False)
-    cotangent: Tensor | None = field(default=None, init=False)
+    cotangent: Cotangent | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.version = -1 if self.inputs.is_meta else self.inputs._version
@@ -400,8 +406,13 @@ class NodeFinder:
         return NodeRows(shape, self.examples, 0, len(shape) > 2 and _channels_first(u)) if first else None
 
 
+def formed(cotangent: Cotangent) -> Tensor:
+    """The cotangent itself."""
+    return cotangent if isinstance(cotangent, Tensor) else cotangent()
+
+
 @contextmanager
-def starting_at_nodes(cotangents: Mapping[NodeInput, Tensor]) -> Iterator[None]:
+def starting_at_nodes(cotangents: Mapping[NodeInput, Cotangent]) -> Iterator[None]:
     """Let the backward passes inside start at the inputs of non-linear nodes, too."""
     for node, value in cotangents.items():
         node.cotangent = value

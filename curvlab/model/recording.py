@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 import torch
@@ -29,9 +29,9 @@ from curvlab.linalg.steps import Gradient, RowGradient
 from curvlab.measure import device
 from curvlab.model.chain import KnownChain
 from curvlab.model.forward import Forward, check_finite, follow_forward, run_forward
-from curvlab.model.layers import Chain, Layer
+from curvlab.model.layers import Chain, Layer, add_rows, shape_of_rows
 from curvlab.model.network import Inputs, Network, tensors_of
-from curvlab.model.nodes import NodeInput, NonlinearNode, starting_at_nodes
+from curvlab.model.nodes import Cotangent, NodeInput, NonlinearNode, formed, starting_at_nodes
 from curvlab.model.own_curvature import FurtherNode, OwnCurvature, own_curvature
 from curvlab.model.uses import WeightUse
 from curvlab.model.watch import Listener, SeenUse, listener_of
@@ -319,6 +319,10 @@ class GraphRecording(Recording):
             return self.forward.no_chain
         return f"its loss has {self.terms.per_example} terms per example"
 
+    def release(self) -> None:
+        """Let go of what only further backward passes need; there can be none after it."""
+        object.__setattr__(self, "forward", replace(self.forward, logits=self.logits, nodes=(), further=()))
+
     @cached_property
     def _by_name(self) -> dict[str, Layer]:
         """The layer of each parameter that is a weight."""
@@ -348,7 +352,7 @@ class GraphRecording(Recording):
         return self.forward.watched.direct[str(layer.weight_name)]
 
     def backward(
-        self, cotangent: Tensor, hear: HearWeight, at_nodes: Mapping[NodeInput, Tensor] | None = None
+        self, cotangent: Tensor, hear: HearWeight, at_nodes: Mapping[NodeInput, Cotangent] | None = None
     ) -> dict[str, Tensor]:
         """One backward pass from a cotangent at the logits, in the shape of the model's own.
 
@@ -380,19 +384,28 @@ class GraphRecording(Recording):
             self.forward.logits, [self.forward.token], cotangent, retain_graph=True, allow_unused=True
         )
 
-    def node_curvatures(self) -> tuple[Tensor, ...]:
+    def node_curvatures(self, *, with_gradient: bool = False) -> tuple[Tensor, ...]:
         """M̄ of every non-linear node, the mean of its local Hessians over examples and positions.
 
-        It is (G, n) where they are diagonal and (G, n, n) where not, for G groups of n units.
+        (G, n) where they are diagonal and (G, n, n) where not, for G groups of n units; heard in a backward
+        pass of the gradient, `with_gradient` in the very one that `mean_gradients` are of.
         """
+        if self._mean_curvatures:
+            return self._mean_curvatures[0]
         found: dict[NonlinearNode, Tensor] = {}
 
         def listen(node: NonlinearNode, gradient: Tensor) -> None:
             found[node] = node.mean_curvature(gradient, self.row_weights)
 
         nodes = self.forward.nodes
-        self._hear_nodes({node: partial(listen, node) for node in nodes})
-        return tuple(found[node] if node in found else node.no_curvature() for node in nodes)
+        self._hear_nodes({node: partial(listen, node) for node in nodes}, with_gradient)
+        means = (found[node] if node in found else node.no_curvature() for node in nodes)
+        self._mean_curvatures.append(tuple(means))
+        return self._mean_curvatures[0]
+
+    @cached_property
+    def _mean_curvatures(self) -> list[tuple[Tensor, ...]]:
+        return []  # what `node_curvatures` has found, if it was asked for
 
     def own_curvatures(self) -> tuple[OwnCurvature | None, ...]:
         """M_{i,n} of every example at every node, in factors; None where the loss does not depend on it."""
@@ -405,13 +418,20 @@ class GraphRecording(Recording):
         self._hear_nodes({node: partial(listen, node) for node in nodes})
         return tuple(found.get(node) for node in nodes)
 
-    def _hear_nodes(self, listeners: Mapping[NonlinearNode | FurtherNode, Callable[[Tensor], None]]) -> None:
+    def _hear_nodes(
+        self,
+        listeners: Mapping[NonlinearNode | FurtherNode, Callable[[Tensor], None]],
+        with_gradient: bool = False,
+    ) -> None:
         """One backward pass of the gradient, in which each listener is told ∂ξ_i/∂f at its node."""
         for node, listener in listeners.items():
             node.receive = torch.no_grad()(listener)
         try:
-            with torch.inference_mode(False), torch.enable_grad():
-                self._send_back(self.terms.gradient_cotangent())
+            if with_gradient and "_gradient_pass" not in vars(self):
+                _ = self._gradient_pass
+            else:
+                with torch.inference_mode(False), torch.enable_grad():
+                    self._send_back(self.terms.gradient_cotangent())
         finally:
             for node in listeners:
                 node.receive = None
@@ -486,7 +506,7 @@ class GraphRecording(Recording):
                 found[name] = stacked if name not in found else found[name] + stacked
 
     def _one_by_one(
-        self, cotangent: Tensor, at_nodes: Mapping[NodeInput, Tensor], found: dict[str, Tensor]
+        self, cotangent: Tensor, at_nodes: Mapping[NodeInput, Cotangent], found: dict[str, Tensor]
     ) -> None:
         """Parameters that were used in ways curvlab does not know: one backward pass for each example."""
         names = [name for name in self._plain if name in self.forward.watched.unknown]
@@ -497,7 +517,9 @@ class GraphRecording(Recording):
         for index in range(self.examples):
             alone = torch.zeros_like(cotangent)
             alone[index] = cotangent[index]
-            with starting_at_nodes({node: node.rows.only(value, index) for node, value in at_nodes.items()}):
+            with starting_at_nodes(
+                {node: node.rows.only(formed(value), index) for node, value in at_nodes.items()}
+            ):
                 gradients = torch.autograd.grad(
                     self.forward.logits, parameters, alone, retain_graph=True, allow_unused=True
                 )
@@ -523,13 +545,13 @@ class GraphRecording(Recording):
                 return
             arrived = use.output_rows(gradient)
             if layer.weight_name is not None:
-                shape = _shape_of(layer.weight, view.rows)
+                shape = shape_of_rows(layer.weight, view.rows)
                 value = use.gradient(arrived, shape, None if equal else weights)
                 value = value.mul_(weights[0]) if equal else value
-                _add_rows(gradients, layer.weight_name, layer.weight, view.rows, value)
+                add_rows(gradients, layer.weight_name, layer.weight, view.rows, value)
             if layer.bias_name is not None and layer.bias is not None:
                 value = weights @ arrived.sum(1).flatten(1)
-                _add_rows(gradients, layer.bias_name, layer.bias.detach(), view.rows, value)
+                add_rows(gradients, layer.bias_name, layer.bias.detach(), view.rows, value)
 
         plain = self.backward(self.terms.gradient_cotangent(), hear)
         for name, value in plain.items():
@@ -580,23 +602,6 @@ class GraphRecording(Recording):
         use = self.weight_uses(layer)[0].use
         assert use is not None
         return use.inputs
-
-
-def _shape_of(parameter: Tensor, rows: tuple[int, int] | None) -> tuple[int, ...]:
-    """The shape of some rows of a parameter."""
-    return tuple(parameter.shape) if rows is None else (rows[1] - rows[0], *parameter.shape[1:])
-
-
-def _add_rows(
-    sums: dict[str, Tensor], name: str, parameter: Tensor, rows: tuple[int, int] | None, value: Tensor
-) -> None:
-    """Add a value for some rows of a parameter to its sum."""
-    if rows is None:
-        sums[name] = value if name not in sums else sums[name] + value
-        return
-    if name not in sums:
-        sums[name] = torch.zeros_like(parameter)
-    sums[name][rows[0] : rows[1]] += value
 
 
 def record(

@@ -55,7 +55,7 @@ from curvlab.optim.levenberg_marquardt import LevenbergMarquardt
 from curvlab.problem import Problem
 from curvlab.providers import estimate
 from curvlab.providers.base import Provider
-from curvlab.providers.estimate import Chosen, estimate_jointly
+from curvlab.providers.estimate import Chosen, estimate_jointly, gradient_for
 from curvlab.providers.registry import providers
 from curvlab.solvers import Solution, solve
 from curvlab.solvers.base import Solver
@@ -267,6 +267,8 @@ class SecondOrder(torch.optim.Optimizer):
             with collected() if together else nullcontext() as checks:
                 loss, gradient, fresh = self._observe(problem, estimating, statistics)
                 curvature, keep = self._curvature(problem, fresh)
+                if not curvature.live and not curvature.matrix_free:
+                    problem.release_recording()  # the solve needs none of the graph's memory
                 clipping = self._clipping(gradient)
                 right: Mapping[str, Tensor] = gradient
                 if self.spring:
@@ -337,9 +339,11 @@ class SecondOrder(torch.optim.Optimizer):
             return loss, gradient, fresh and replace(fresh, notes=(*fresh.notes, NOTE))
         if self.process_group is None:
             with problem.trust_recording():
-                loss, gradient = problem.loss(), problem.gradient()
-                fresh = estimate(self._estimated(problem), problem) if estimating else None
-            return loss, gradient, fresh
+                loss = problem.loss()
+                if not estimating:
+                    return loss, problem.gradient(), None
+                provider = self._estimated(problem)
+                return loss, gradient_for(provider, problem), estimate(provider, problem)
         communicator = communicator_of(self.process_group)
         chosen = Chosen.jointly([self._provider] if estimating else [], problem, communicator)
         found = estimate_jointly(

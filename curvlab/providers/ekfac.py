@@ -32,7 +32,7 @@ from curvlab.linalg import (
 from curvlab.linalg.eigenbases import FactorBasis, factor_basis
 from curvlab.linalg.factors import InputFactors
 from curvlab.model.layers import Layer
-from curvlab.model.nodes import NodeInput
+from curvlab.model.nodes import Cotangent, NodeInput
 from curvlab.model.recording import ChainRecording, GraphRecording, Recording
 from curvlab.model.uses import WeightUse
 from curvlab.model.watch import SeenUse
@@ -152,7 +152,7 @@ class EigenSums:
         }
 
     def add_pass(
-        self, cotangent: Tensor, weight: float = 1.0, at_nodes: Mapping[NodeInput, Tensor] | None = None
+        self, cotangent: Tensor, weight: float = 1.0, at_nodes: Mapping[NodeInput, Cotangent] | None = None
     ) -> None:
         """One backward pass, from cotangents at the logits and at nodes; its squares count with `weight`."""
         share = self.recording.row_weights * weight

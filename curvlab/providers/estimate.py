@@ -13,6 +13,7 @@ from curvlab.distributed.operators import join_operators
 from curvlab.distributed.statistics import JoinedStatistics
 from curvlab.exceptions import SpecError
 from curvlab.linalg.execution import autocast_switched_off, full_precision
+from curvlab.linalg.steps import Gradient
 from curvlab.measure import device as devices
 from curvlab.problem import Problem
 from curvlab.providers.base import Context, Provider
@@ -24,7 +25,7 @@ from curvlab.staleness import Versions
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Chosen", "Estimates", "estimate", "estimate_jointly"]
+__all__ = ["Chosen", "Estimates", "estimate", "estimate_jointly", "gradient_for"]
 
 
 @overload
@@ -69,6 +70,21 @@ def _estimate(
     chosen = Chosen.of(provider, problem)
     versions = problem.versions
     return chosen.curvatures(Context(problem, _means(problem, chosen.statistics)), versions)
+
+
+def gradient_for(provider: str | Provider, problem: Problem) -> Gradient:
+    """The gradient of one batch, from the very backward pass in which an `estimate` to come has its share.
+
+    >>> import torch
+    >>> problem = Problem(torch.nn.Linear(2, 2), "cross-entropy", torch.eye(2), torch.tensor([0, 1]))
+    >>> sorted(gradient_for("pch[kind=rows]", problem))
+    ['bias', 'weight']
+    """
+    if not problem.streamed:
+        for stage in _stages(Chosen.of([provider], problem).statistics):
+            for statistic in stage:
+                statistic.hear_with_gradient(problem.recording())
+    return problem.gradient()
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from torch import Tensor
 from curvlab.exceptions import StaleError
 from curvlab.linalg import ExampleFactor, Factor, FormedRows, GramFactor, ParameterRows, gram
 from curvlab.model.layers import Layer
-from curvlab.model.nodes import NodeInput
+from curvlab.model.nodes import Cotangent, NodeInput
 from curvlab.model.recording import ChainRecording, GraphRecording
 from curvlab.model.uses import LinearUse, WeightUse
 from curvlab.model.watch import SeenUse
@@ -250,7 +250,7 @@ class ExampleSums:
         self._passes: list[tuple[dict[SeenUse, Tensor], dict[str, Tensor]]] = []
 
     def add_pass(
-        self, cotangent: Tensor, weight: float = 1.0, at_nodes: Mapping[NodeInput, Tensor] | None = None
+        self, cotangent: Tensor, weight: float = 1.0, at_nodes: Mapping[NodeInput, Cotangent] | None = None
     ) -> None:
         """One backward pass, from cotangents at the logits and at nodes; its rows count with `weight`."""
         outputs: dict[SeenUse, Tensor] = {}

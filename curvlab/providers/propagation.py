@@ -16,9 +16,10 @@ pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
+from math import prod
 from typing import Any, cast
 
 import torch
@@ -27,7 +28,7 @@ from torch import Tensor
 from curvlab.criteria import Criterion
 from curvlab.exceptions import ProblemError
 from curvlab.linalg import GramFactor
-from curvlab.model.nodes import CurvatureRoot, NodeInput
+from curvlab.model.nodes import Cotangent, CurvatureRoot, NodeInput
 from curvlab.model.recording import ChainRecording, GraphRecording, Recording
 from curvlab.providers.draws import draw_signs
 from curvlab.providers.statistics import (
@@ -49,6 +50,13 @@ NODES = 1 << 20  # streams of signs apart from those of the logits
 class NodeCurvatures(Statistic):
     """M̄_n of every non-linear node: (G, n) where it is diagonal, (G, n, n) where not."""
 
+    def hear_with_gradient(self, recording: Recording) -> bool:
+        if isinstance(recording, ChainRecording):
+            return False
+        assert isinstance(recording, GraphRecording)
+        recording.node_curvatures(with_gradient=True)
+        return True
+
     def of(self, recording: Recording) -> Values:
         if isinstance(recording, ChainRecording):
             weights = recording.row_weights
@@ -66,11 +74,15 @@ NODE_CURVATURES = NodeCurvatures()
 
 @dataclass(frozen=True, eq=False)
 class Start:
-    """What one backward pass starts from: a cotangent of the loss terms, and rows at the nodes by number."""
+    """What one backward pass starts from: a cotangent of the loss terms, and rows at the nodes by number.
+
+    Rows are made where the pass comes to their node: those of all nodes together are as large as all that the
+    forward has kept.
+    """
 
     logits: Tensor
     within: Tensor
-    nodes: Mapping[int, Tensor]
+    nodes: Mapping[int, Callable[[], Tensor]]
     weight: float
 
 
@@ -137,19 +149,25 @@ class PropagatedCurvature(CurvatureProducts):
                 groups[sign].append(Start(logits, within, nodes, weight))
         return groups
 
-    def _draw_nodes(self, recording: Recording, draw: int, sign: int | None) -> dict[int, Tensor]:
+    def _draw_nodes(
+        self, recording: Recording, draw: int, sign: int | None
+    ) -> dict[int, Callable[[], Tensor]]:
         """N ε for every node, of one sign; or of both, N⁻ scaled by √|γ|: they share no direction."""
-        found = {}
+        found: dict[int, Callable[[], Tensor]] = {}
         for number, (roots, counts) in enumerate(zip(self._roots, _counts(recording), strict=True)):
             root = self._positive_roots[number] if sign is None else roots[sign]
             if root.zero:
                 continue
-            positions, groups, units = counts
             stream = NODES * (number + 1) + 2 * draw + (sign or 0)
-            many = positions * groups * units
-            signs = draw_signs(self.seed, stream, recording.example_keys, many, root.values.dtype)
-            found[number] = root.times(signs.reshape(-1, *counts))
+            found[number] = partial(self._draw_node, recording, root, counts, stream)
         return found
+
+    def _draw_node(
+        self, recording: Recording, root: CurvatureRoot, counts: tuple[int, int, int], stream: int
+    ) -> Tensor:
+        """N ε for one node."""
+        signs = draw_signs(self.seed, stream, recording.example_keys, prod(counts), root.values.dtype)
+        return root.times(signs.reshape(-1, *counts))
 
     def _columns(self, recording: Recording) -> tuple[list[Start], list[Start]]:
         """A pass for every column of L⁺, L⁻ and of every node's N⁺ and N⁻."""
@@ -193,11 +211,15 @@ def _rows_of(recording: Recording, starts: Sequence[Start], collector: Collector
     assert isinstance(recording, GraphRecording)
     sums, nodes = collector.sums(recording, len(starts)), recording.forward.nodes
     for start in starts:
-        at_nodes: dict[NodeInput, Tensor] = {
-            nodes[number]: nodes[number].rows.back(rows) for number, rows in start.nodes.items()
+        at_nodes: dict[NodeInput, Cotangent] = {
+            nodes[number]: partial(_at_input, nodes[number], rows) for number, rows in start.nodes.items()
         }
         sums.add_pass(recording.terms.as_logits(start.logits, start.within), start.weight, at_nodes)
     return sums.factors()
+
+
+def _at_input(node: NodeInput, rows: Callable[[], Tensor]) -> Tensor:
+    return node.rows.back(rows())
 
 
 def _counts(recording: Recording) -> tuple[tuple[int, int, int], ...]:
@@ -208,16 +230,24 @@ def _counts(recording: Recording) -> tuple[tuple[int, int, int], ...]:
     return tuple(node.rows.counts for node in recording.forward.nodes)
 
 
-def _node_columns(root: CurvatureRoot, counts: tuple[int, int, int], examples: int) -> Iterator[Tensor]:
+def _node_columns(
+    root: CurvatureRoot, counts: tuple[int, int, int], examples: int
+) -> Iterator[Callable[[], Tensor]]:
     """Columns whose outer products sum to N², at every position, where they are not zero."""
     positions, groups, units = counts
     for group in range(groups):
         for unit in range(units):
             if float(root.values[group, unit]) > 0:
                 for position in range(positions):
-                    rows = root.values.new_zeros(examples, positions, groups, units)
-                    rows[:, position, group] = root.column(group, unit)
-                    yield rows
+                    place = (examples, position, group)
+                    yield partial(_node_column, root.column(group, unit), counts, place)
+
+
+def _node_column(column: Tensor, counts: tuple[int, int, int], place: tuple[int, int, int]) -> Tensor:
+    examples, position, group = place
+    rows = column.new_zeros(examples, *counts)
+    rows[:, position, group] = column
+    return rows
 
 
 def _chain_rows(recording: ChainRecording, starts: Sequence[Start]) -> tuple[GramFactor, ...]:
@@ -227,7 +257,7 @@ def _chain_rows(recording: ChainRecording, starts: Sequence[Start]) -> tuple[Gra
     for number, slope in enumerate(recording.activation_slopes):
         rows = [start.nodes.get(number) for start in starts]
         silent = torch.zeros_like(slope)
-        stacked = [silent if one is None else one.reshape(slope.shape) for one in rows]
+        stacked = [silent if one is None else one().reshape(slope.shape) for one in rows]
         at_nodes.append(None if all(one is None for one in rows) else torch.stack(stacked))
     root = (recording.sqrt_row_weights * starts[0].weight ** 0.5).repeat(len(starts))
     return tuple(GramFactor(rows.flatten(0, 1), root) for rows in recording.pullback(logits, at_nodes))

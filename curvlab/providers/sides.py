@@ -29,7 +29,7 @@ from curvlab.exceptions import StaleError
 from curvlab.linalg import DenseFactor, Factor, GramFactor
 from curvlab.linalg.factors import DiagonalFactor, InputFactors, diagonal_beyond, gram
 from curvlab.model.layers import Layer, MatrixRole, view_of_use
-from curvlab.model.nodes import NodeInput
+from curvlab.model.nodes import Cotangent, NodeInput
 from curvlab.model.recording import GraphRecording
 from curvlab.model.uses import EmbeddingUse, WeightUse
 from curvlab.model.watch import SeenUse
@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 Sharing = Literal["expand", "reduce"]
-AtNodes = Mapping[NodeInput, Tensor] | None
+AtNodes = Mapping[NodeInput, Cotangent] | None
 MAX_FACTOR = 8192
 
 

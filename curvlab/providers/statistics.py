@@ -30,7 +30,7 @@ from curvlab.linalg import DenseFactor, ExampleFactor, Factor, GramFactor, eigva
 from curvlab.linalg.factors import DiagonalFactor, InputFactors, diagonal_beyond
 from curvlab.linalg.steps import RowFactor
 from curvlab.model.layers import Layer
-from curvlab.model.nodes import NodeInput
+from curvlab.model.nodes import Cotangent, NodeInput
 from curvlab.model.recording import ChainRecording, GraphRecording, Recording
 from curvlab.providers.draws import draw_signs, uniforms
 from curvlab.providers.example_rows import ExampleSums, chain_example_factors
@@ -90,6 +90,10 @@ class Statistic(ABC):
     def bound(self, values: Mapping[Statistic, Values]) -> Statistic:
         """The same statistic (it compares equal) with the means of what it `needs`."""
         return self
+
+    def hear_with_gradient(self, recording: Recording) -> bool:
+        """Read what a backward pass of the gradient tells in the one that forms it; whether there is any."""
+        return False
 
     @abstractmethod
     def of(self, recording: Recording) -> Values:
@@ -253,7 +257,7 @@ class Sums(Protocol):
     """Adds up the rows of backward passes."""
 
     def add_pass(
-        self, cotangent: Tensor, weight: float = 1.0, at_nodes: Mapping[NodeInput, Tensor] | None = None
+        self, cotangent: Tensor, weight: float = 1.0, at_nodes: Mapping[NodeInput, Cotangent] | None = None
     ) -> None:
         """One backward pass, from cotangents at the logits and at nodes; it counts with `weight`."""
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import ClassVar, Literal, Protocol
 
 import torch
@@ -120,16 +120,38 @@ class ExampleExact(_ByParameter):
 
 
 def _solve(state: _Parameter, gradient: Mapping[str, Tensor]) -> dict[str, SolvedBlock]:
-    """g, d and F d of every parameter of a group."""
+    """g, d and F d of every parameter of a group; F d, a forward and a backward pass, when it is read."""
     names = list(state.group.blocks)
     step = -state.inverse(torch.cat([gradient[name].reshape(-1) for name in names]))
-    image = state.factor.matmul(step[:, None])[:, 0]
-    sizes = [gradient[name].numel() for name in names]
-    pieces = zip(names, step.split(sizes), image.split(sizes), strict=True)
+    shapes = {name: gradient[name].shape for name in names}
+    image = _Image(state.factor, step, shapes)
+    pieces = zip(names, step.split([shape.numel() for shape in shapes.values()]), strict=True)
     return {
-        name: SolvedBlock(gradient[name], d.reshape(gradient[name].shape), y.reshape(gradient[name].shape))
-        for name, d, y in pieces
+        name: SolvedBlock(gradient[name], d.reshape(shapes[name]), partial(image.of, name))
+        for name, d in pieces
     }
+
+
+@dataclass(frozen=True, eq=False)
+class _Image:
+    """F d of a group's parameters, made once for all of them."""
+
+    factor: Factor
+    step: Tensor
+    shapes: Mapping[str, torch.Size]
+
+    @cached_property
+    def _pieces(self) -> dict[str, Tensor]:
+        image = self.factor.matmul(self.step[:, None])[:, 0]
+        pieces = image.split([shape.numel() for shape in self.shapes.values()])
+        return {
+            name: piece.reshape(shape)
+            for (name, shape), piece in zip(self.shapes.items(), pieces, strict=True)
+        }
+
+    def of(self, name: str) -> Tensor:
+        """That of one parameter."""
+        return self._pieces[name]
 
 
 def _direction(state: _Parameter, system: Mapping[str, SolvedBlock]) -> LayerDirection:
@@ -174,7 +196,7 @@ class EigenExact(_ByParameter):
         else:
             assert state.inverse is not None
             step, rank = -state.inverse(given.reshape(-1)).reshape(given.shape), block.factor.rank_bound
-        system = {state.name: SolvedBlock(given, step, block.matmul(step))}
+        system = {state.name: SolvedBlock(given, step, partial(block.matmul, step))}
         return LayerDirection(step, None, BlockSystem({state.name: system}), "eigen", rank)
 
 

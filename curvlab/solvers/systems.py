@@ -32,8 +32,9 @@ a matrix-free curvature reads the model, whose parameters the step is about to c
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -439,11 +440,16 @@ class BiasMeasures(Measures):
 
 @dataclass(frozen=True, eq=False)
 class SolvedBlock:
-    """g, d and C d of one block."""
+    """g, d and C d of one block; C d may be made when it is first read, where the solve has no use for it."""
 
     gradient: Tensor
     direction: Tensor
-    image: Tensor
+    product: Tensor | Callable[[], Tensor]
+
+    @cached_property
+    def image(self) -> Tensor:
+        """C d."""
+        return self.product if isinstance(self.product, Tensor) else self.product()
 
 
 @dataclass(frozen=True, eq=False)

@@ -223,6 +223,7 @@ class SecondOrderSpec(OptimizerSpec):
     ema: float = 0.0
     refresh_every: int = 1
     adapt_every: int = 0
+    spring: float = 0.0
 
     def build(
         self, model: nn.Module, criterion: Criterion, communicator: Communicator | None = None
@@ -237,6 +238,7 @@ class SecondOrderSpec(OptimizerSpec):
             self.lr,
             self.alpha,
             momentum=self.momentum,
+            spring=self.spring,
             weight_decay=self.weight_decay,
             max_grad_norm=self.max_grad_norm,
             ema=self.ema,
