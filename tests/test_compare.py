@@ -33,6 +33,23 @@ SHORT = "cg[max_iter=3,tol=0]"
 ALPHA = 0.5  # large enough for the damped Hessian of the tiny network to be definite
 
 
+@pytest.mark.slow
+def test_off_the_chain_rows_and_their_keys_name_what_auto_means(tmp_path):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(1, 2, 2), torch.nn.Tanh(), torch.nn.Flatten(), torch.nn.Linear(8, 3)
+    )
+    problem = curvlab.Problem(model, "cross-entropy", torch.randn(6, 1, 3, 3), torch.arange(6) % 3)
+    asked = ["pch-1", "pch[kind=rows,poseig=last]", "gauss-newton", "fisher"]
+    compared = compare(problem, asked, ["kfi"], repetitions=1, output=tmp_path)
+    named = ["pch[kind=rows,poseig=last]", "gauss-newton[kind=rows]", "fisher"]
+    assert compared.cells["provider"].tolist() == named
+    assert compared.config["providers"] == named
+    measured = len(Store(tmp_path).rows())
+    compare(problem, named, ["kfi"], repetitions=1, output=tmp_path)
+    assert len(Store(tmp_path).rows()) == measured  # under their full names they are the same rows
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("compare")

@@ -170,6 +170,18 @@ def _label(spec: str | Provider, name: str, provider: Provider, problem: Problem
     return str(Spec(parsed.name, parsed.fields | found))
 
 
+def resolved_choice(spec: str | Provider, problem: Problem) -> str | Provider:
+    """What was asked for, with the values that fields which say `auto` have on this problem.
+
+    >>> image = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 1), torch.nn.Flatten(), torch.nn.Linear(2, 2))
+    >>> problem = Problem(image, "cross-entropy", torch.ones(3, 1, 1, 1), torch.tensor([0, 1, 0]))
+    >>> resolved_choice("pch-1", problem), resolved_choice("fisher", problem)
+    ('pch-1[kind=rows,poseig=last]', 'fisher')
+    """
+    name, provider = _named(spec)
+    return _label(spec, name, provider, problem) if isinstance(spec, str) else provider.resolved(problem)
+
+
 def _means(problem: Problem, wanted: Sequence[Statistic]) -> dict[Statistic, Values]:
     """The means of all `wanted` statistics over all rows, from one pass; what they need, before it."""
     values: dict[Statistic, Values] = {}

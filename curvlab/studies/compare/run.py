@@ -132,14 +132,15 @@ def run_comparison(
     follow = on_progress or (lambda progress: None)
     if output is None:
         memory = _Memory()
-        study = _study_row(settings, memory)
+        settings, study = _begun(settings, memory)
         memory.append(study)
         with Workers(place) as workers:
             _measure(settings, memory, workers, retry, follow)
         return _comparison(settings, study, memory)
     with run_lock(output, "compare") as folder:
         store = Store(folder, fresh=fresh, check=row_problem)
-        rows = _FolderRows(folder, settings, store, _study_row(settings, store))
+        settings, study = _begun(settings, store)
+        rows = _FolderRows(folder, settings, store, study)
         with Workers(place) as workers:
             _measure(settings, rows, workers, retry, follow)
         rows.begin()
@@ -203,13 +204,25 @@ class _FolderRows:
         return self.store.rows()
 
 
-def _study_row(settings: Settings, rows: _Rows) -> Row:
-    """The row that says what was compared, and where: the one that is there, or a new one."""
+def _begun(settings: Settings, rows: _Rows) -> tuple[Settings, Row]:
+    """The settings as they are on the problem, and the row that says what is compared, and where.
+
+    A row that is there is taken as it is. Of a problem that does not fit into memory a note is made, and its
+    rows fail.
+    """
+    subject = settings.subject
+    try:
+        problem = build(subject)
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        assert isinstance(subject, Setup)  # a problem is there already
+        device, notes = devices.resolve(subject.device), [f"The problem does not fit into memory: {error}"]
+    else:
+        settings = settings.on(problem)
+        device, notes = next(problem.model.parameters()).device, problem_notes(problem)
     for row in rows.rows():
         if row.get("kind") == "study" and row["key"] == settings.study:
-            return row
-    device, notes = _device_and_notes(settings.subject)
-    return {
+            return settings, row
+    return settings, {
         "key": settings.study,
         "kind": "study",
         "study": settings.study,
@@ -218,16 +231,6 @@ def _study_row(settings: Settings, rows: _Rows) -> Row:
         "environment": environment(device) | {"threads": settings.threads},
         "warnings": notes,
     }
-
-
-def _device_and_notes(subject: Setup | Problem) -> tuple[torch.device, list[str]]:
-    """Where the problem is, and what to know of it; one that does not fit is a note, and its rows fail."""
-    try:
-        problem = build(subject)
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        assert isinstance(subject, Setup)  # a problem is there already
-        return devices.resolve(subject.device), [f"The problem does not fit into memory: {error}"]
-    return next(problem.model.parameters()).device, problem_notes(problem)
 
 
 def _measure(

@@ -193,6 +193,18 @@ class Settings:
             raise SpecError(f"point `{GIVEN}` is that of a Problem; use init, trained, step:N or epoch:N")
         return made
 
+    def on(self, problem: Problem) -> Settings:
+        """The settings with providers as they are on this problem, which labels, keys and frames then carry.
+
+        Off a chain `pch-1` is `pch[kind=rows,poseig=last]`; two that come out equal are one.
+        """
+        from curvlab.providers.estimate import resolved_choice
+        from curvlab.providers.registry import providers
+
+        return replace(
+            self, providers=_distinct(providers, [resolved_choice(one, problem) for one in self.providers])
+        )
+
     def value(self, name: str) -> Any:
         """The value of a setting, whoever has added it."""
         return self.extra[name] if name in self.extra else getattr(self, name)
