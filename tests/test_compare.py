@@ -15,8 +15,10 @@ from curvlab.exceptions import SpecError
 from curvlab.providers import Provider
 from curvlab.providers.registry import providers
 from curvlab.studies.compare import measurements
+from curvlab.studies.compare import newton as newton_module
 from curvlab.studies.compare.columns import CELLS, CONVERGENCE, ERRORS, REPETITIONS, TRACES
 from curvlab.studies.compare.folder import merge_comparisons
+from curvlab.studies.compare.krylov import Krylov
 from curvlab.studies.compare.newton import newton
 from curvlab.studies.compare.resources import Pair, usage
 from curvlab.studies.compare.run import Comparison, compare, load_comparison
@@ -167,6 +169,27 @@ def test_newton_says_why_where_the_damped_hessian_is_indefinite():
     close = exact.joint({name: -gradient[name] for name in gradient})
     assert math.isnan(close.cosine)
     assert "indefinite" in close.reason
+
+
+def test_newton_s_direction_leaves_a_residual_below_1e_8_whatever_the_damping():
+    generator = torch.Generator().manual_seed(0)
+    scales = torch.logspace(0, -3, 60, dtype=torch.float64)
+    inputs = torch.randn(100, 60, generator=generator, dtype=torch.float64) * scales
+    problem = curvlab.Problem(
+        torch.nn.Linear(60, 1, bias=False).double(), "mse", inputs, inputs.sum(dim=1, keepdim=True) + 1
+    )
+    hessian, gradient = 2 * inputs.T @ inputs / 100, problem.gradient()["weight"].flatten()
+    for alpha in (0.3, 0.1, 0.03, 0.01, 3e-3, 1e-3, 3e-4, 1e-4):
+        direction = newton(problem, alpha).direction["weight"].flatten()
+        residual = (1 - alpha) * hessian @ direction + alpha * direction + gradient
+        assert residual.norm() <= 1.01e-8 * gradient.norm()
+
+
+def test_a_damped_hessian_with_an_eigenvalue_of_zero_has_no_newton_direction():
+    space = Krylov(lambda vector: -vector, torch.ones(1, dtype=torch.float64))
+    space.grow(1)
+    assert newton_module._indefinite(space, 0.5)  # 0.5 · (-1) + 0.5
+    assert not newton_module._indefinite(space, 0.5 + 1e-12)
 
 
 def test_newton_s_direction_is_solved_up_to_its_limit_of_parameters_and_not_beyond():
