@@ -18,7 +18,10 @@ pytestmark = pytest.mark.device
     "pair", [("fisher", "kfi"), ("pch-1", "kfi"), ("pch-1", "ea-cg[max_iter=5,tol=0]")], ids=" + ".join
 )
 def test_planned_launches_and_reads_are_those_of_the_device(sim: Sim, pair: tuple[str, str]) -> None:
-    """Within 15 %: what decides by a value, and the checks of values, are other launches without them."""
+    """Launches within 15 %: what decides by a value, and the checks of values, are others without them.
+
+    Reads of convergence depend on values and are not planned: at most one for each iteration is more.
+    """
     host_costs.cache_clear()
     own = problem(seeded("chain"), "sim")
     provider, solver = pair
@@ -31,4 +34,5 @@ def test_planned_launches_and_reads_are_those_of_the_device(sim: Sim, pair: tupl
     with sim.counted() as counting:
         work.run(again)
     assert counting.counts.launches == pytest.approx(planned["launches"], rel=0.15)
-    assert abs(planned["reads"] - counting.counts.reads) <= 2
+    more = counting.counts.reads - planned["reads"]
+    assert -2 <= more <= (5 if "max_iter=5" in solver else 2)

@@ -83,9 +83,10 @@ def plan(
         forms: `"sample-space"`, `"textbook"` or both.
         memory: bytes of the device, or text such as `"11GB"`: the column `fits` says whether each fits it.
         device: `h100`, `a100`, `4090`, `mps`, `cpu`, `cuda` or any other, here or not; that of a setup by
-            default. With it launches, host reads and traffic are counted as they are there, and with its
-            data sheet (on a device that is here: calibrated) `floor_seconds` are what no run can be faster
-            than. They are no measurement.
+            default. With it launches, host reads (but those of an iteration's convergence, which depend on
+            values) and traffic are counted as they are there, and with its data sheet
+            (on a device that is here: calibrated) `floor_seconds` are what no run can be faster than. They
+            are no measurement.
 
     >>> frame = plan(Setup(arch="9000-8-10", batch=100), ["fisher"], ["kfi"], memory="200MB")
     >>> frame[["form", "fits"]].values.tolist()

@@ -82,7 +82,7 @@ def study_spectrum(
 ) -> SpectrumStudy:
     """The spectrum of a curvature, from every side.
 
-    >>> import curvlab
+    >>> import curvlab, torch
     >>> problem = curvlab.Problem(
     ...     torch.nn.Linear(3, 2), "cross-entropy", torch.randn(8, 3), torch.tensor([0, 1] * 4)
     ... )
