@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 from benchmarks import base
+
+ROOT = str(Path(__file__).resolve().parents[1])
 
 
 class StepCounts(base.Suite):
@@ -21,6 +25,8 @@ class StepCounts(base.Suite):
     work = ("setup",)
 
     def setup(self, *values: Any) -> None:
+        if ROOT not in sys.path:  # asv imports `benchmarks` by its folder, but the device is in `tests`
+            sys.path.append(ROOT)
         # torch cannot unload the device: it is loaded where something is counted, not at import.
         from tests.simdev import cases, device
 
