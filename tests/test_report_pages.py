@@ -26,12 +26,14 @@ from curvlab.report import (
     Theme,
     convergence_curves,
     cost_bars,
+    eigenvalue_points,
     error_heatmap,
     memory_bars,
     pareto_scatter,
     residual_curves,
     write_report,
 )
+from curvlab.report.content import spectrum_section
 from curvlab.report.drawing import svg
 from curvlab.report.theme import PAGE
 from curvlab.studies.compare.frames import Comparison
@@ -223,6 +225,24 @@ def test_tables_hold_the_numbers_of_the_frames(folder: Path) -> None:
 def test_rendering_again_gives_the_same_bytes(folder: Path, tmp_path: Path) -> None:
     again = write_report(comparison(), tmp_path)
     assert again.read_bytes() == (folder / "report.html").read_bytes()
+
+
+def test_the_spectrum_stands_by_layer_beside_the_damping_that_rules_in_some() -> None:
+    rows = [
+        ("fisher", "0", 0.03, 1e-4),
+        ("fisher", "2", 0.4, 1e-3),
+        ("pch-1", "0", 0.2, 0.0),
+        ("pch-1", "2", 0.5, 0.1),
+    ]
+    spectra = pd.DataFrame(rows, columns=["provider", "layer", "largest", "median"]).assign(exact=True)
+    axes = eigenvalue_points(spectra, alpha=0.05)
+    values = {tuple(line.get_ydata()) for line in axes.get_lines() if len(line.get_ydata()) == 2}
+    assert (0.03, 0.4) in values  # the largest of fisher, in the order of the layers
+    assert (0.2, 0.5) in values
+    assert (0.05 / 0.95, 0.05 / 0.95) in values
+    page = spectrum_section(spectra, alpha=0.05)
+    assert page.drawings[0].answer.endswith("fisher in 1 of 2; pch-1 in 0 of 2.")
+    assert "fisher 0.400 and 0.000550; pch-1 0.500 and 0.0500" in page.text
 
 
 def test_sections_without_data_are_left_out(tmp_path: Path) -> None:

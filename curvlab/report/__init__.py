@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from curvlab.report.figures import (
         convergence_curves,
         cost_bars,
+        eigenvalue_points,
         error_heatmap,
         memory_bars,
         pareto_scatter,
@@ -33,6 +34,7 @@ __all__ = [
     "Theme",
     "convergence_curves",
     "cost_bars",
+    "eigenvalue_points",
     "error_heatmap",
     "memory_bars",
     "pareto_scatter",

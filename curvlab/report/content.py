@@ -16,6 +16,7 @@ from curvlab.report.figures import (
     convergence_curves,
     cost_bars,
     damping_curves,
+    eigenvalue_points,
     error_heatmap,
     memory_bars,
     pareto_scatter,
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 
     from curvlab.studies.compare.frames import Comparison
 
-__all__ = ["Answer", "Content", "Drawing", "Section", "answer_of", "content_of"]
+__all__ = ["Answer", "Content", "Drawing", "Section", "answer_of", "content_of", "spectrum_section"]
 
 FACTS = (
     "arch",
@@ -148,6 +149,7 @@ def content_of(comparison: Comparison) -> Content:
     sections = [
         _pareto(comparison),
         _dampings(comparison),
+        _spectra(comparison),
         _points(comparison),
         _errors(comparison),
         _costs(comparison),
@@ -290,25 +292,56 @@ def _dampings(comparison: Comparison) -> Section | None:
     return Section(
         "damping",
         "Damping",
-        " ".join([*damping_words(evidence.damping), *_spectrum_words(comparison)]),
+        " ".join(damping_words(evidence.damping)),
         drawings,
-        folded=(
-            spectrum_table(comparison.at_point("spectra")),
-            scene_table(comparison.scenes),
-        ),
+        folded=(scene_table(comparison.scenes),),
     )
 
 
-def _spectrum_words(comparison: Comparison) -> list[str]:
-    """The largest and the median eigenvalues of the layers, over all of them, by provider."""
+def _spectra(comparison: Comparison) -> Section | None:
+    """Eigenvalues of every layer's curvature beside the damping, on the first draw of the deciding point."""
     spectra = comparison.at_point("spectra")
-    if spectra.empty:
-        return []
+    return None if spectra.empty else spectrum_section(spectra, float(comparison.config["alpha"]))
+
+
+def spectrum_section(spectra: pd.DataFrame, alpha: float) -> Section:
+    """The largest and the median eigenvalue of every layer, and where α outweighs them all."""
+    own = _first_draw(spectra)
+    drawing = Drawing(
+        "eigenvalues",
+        "One batch. Solid: the largest eigenvalue of the layer's blocks; dotted: the median one.",
+        lambda look: eigenvalue_points(own, look=look, alpha=alpha),
+        question="How large are the eigenvalues of each layer's curvature, beside the damping?",
+        answer=_ruled_words(own, alpha),
+    )
+    return Section(
+        "spectrum", "Spectrum", _spectrum_words(spectra), (drawing,), folded=(spectrum_table(spectra),)
+    )
+
+
+def _first_draw(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows of the first seed and batch, where there are several."""
+    if "draw" not in frame:
+        return frame
+    return frame[(frame["draw"] == frame["draw"].min()) & (frame["seed"] == frame["seed"].min())]
+
+
+def _spectrum_words(spectra: pd.DataFrame) -> str:
+    """The largest and the median eigenvalues of the layers, over all of them, by provider."""
     named = []
     for provider, own in spectra.groupby("provider", sort=False):
         largest, middle = float(own["largest"].max()), float(own["median"].median())
         named.append(f"{provider} {digits(largest)} and {digits(middle)}")
-    return [f"The largest eigenvalue of a layer's curvature, and the median one: {'; '.join(named)}."]
+    return f"The largest eigenvalue of a layer's curvature, and the median one: {'; '.join(named)}."
+
+
+def _ruled_words(spectra: pd.DataFrame, alpha: float) -> str:
+    """In how many layers the damping is larger than every eigenvalue, by provider."""
+    told = []
+    for provider, own in spectra.groupby("provider", sort=False):
+        ruled = int(((1 - alpha) * own["largest"].astype(float) < alpha).sum())
+        told.append(f"{provider} in {ruled} of {len(own)}")
+    return f"Layers in which the damping is larger than every eigenvalue: {'; '.join(told)}."
 
 
 def _damping_drawing(frame: pd.DataFrame, measure: str, look: Look) -> Axes:
@@ -377,8 +410,7 @@ def _errors(comparison: Comparison) -> Section | None:
     errors = comparison.at_point("errors")
     if errors.empty:
         return None
-    if "draw" in errors:
-        errors = errors[(errors["draw"] == errors["draw"].min()) & (errors["seed"] == errors["seed"].min())]
+    errors = _first_draw(errors)
     caption = (
         "Distance of each layer's bias block B̃ from that of the absolute Hessian |H|, ‖B̃ − |B|‖ in the "
         "Frobenius norm. The colour is logarithmic: darker is further. Total: the root of the sum of squares."

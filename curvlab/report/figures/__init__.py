@@ -15,12 +15,14 @@ from curvlab.report.figures.curves import (
 )
 from curvlab.report.figures.heatmap import error_heatmap
 from curvlab.report.figures.scatter import pareto_scatter
+from curvlab.report.figures.spectra import eigenvalue_points
 from curvlab.report.figures.steps import damping_curves, point_curves
 
 __all__ = [
     "convergence_curves",
     "cost_bars",
     "damping_curves",
+    "eigenvalue_points",
     "error_heatmap",
     "learning_curve",
     "learning_curve_png",
