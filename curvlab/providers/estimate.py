@@ -173,6 +173,7 @@ def _label(spec: str | Provider, name: str, provider: Provider, problem: Problem
 def resolved_choice(spec: str | Provider, problem: Problem) -> str | Provider:
     """What was asked for, with the values that fields which say `auto` have on this problem.
 
+    >>> import torch
     >>> image = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 1), torch.nn.Flatten(), torch.nn.Linear(2, 2))
     >>> problem = Problem(image, "cross-entropy", torch.ones(3, 1, 1, 1), torch.tensor([0, 1, 0]))
     >>> resolved_choice("pch-1", problem), resolved_choice("fisher", problem)
