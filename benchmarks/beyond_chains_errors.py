@@ -38,9 +38,8 @@ from torch.nn import functional as F
 
 from curvlab import Curvature, Problem, errors, estimate, solve
 from curvlab.linalg import poseig
-from curvlab.studies.compare.descent import Descent, DescentBench
-from curvlab.studies.compare.krylov import Krylov
-from curvlab.studies.compare.newton import closeness
+from curvlab.studies.compare.directions import Descent, DescentBench, closeness
+from curvlab.studies.compare.spectra import Krylov
 from curvlab.studies.setup import Setup
 
 Row = dict[str, Any]

@@ -31,7 +31,7 @@ import curvlab
 from benchmarks.coverage_cases import CASES, Case
 from curvlab.exceptions import CurvlabError
 from curvlab.linalg import Block
-from curvlab.studies.compare.resources import Pair, memory
+from curvlab.studies.compare.costs import Pair, memory
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "coverage.md"

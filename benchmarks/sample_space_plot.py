@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import curvlab
-from curvlab.measure.flops import count
+from curvlab.measure.operations import count
 from curvlab.solvers.input_coordinates import FLOPS_PER_BYTE
 
 OUTPUTS = 1024

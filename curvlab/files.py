@@ -1,30 +1,48 @@
-"""Writing files so that neither a crash nor a second process loses what was there.
+"""Files: written so that neither a crash nor a second process loses what was there, and TOML and CSV in them.
 
 A file is replaced through a temporary one beside it, appended to in a single write, or set aside under a
 name that nothing has yet. The lock here is a short one, around a write: others wait for it. The lock of a
-whole run, for which nobody waits, is in `curvlab.studies.run_lock`.
+whole run, for which nobody waits, is in `curvlab.studies.store`.
+
+Frames become CSV files that a spreadsheet opens without running anything. Their texts come from rows of a
+store, which may be anybody's: names of layers, messages of errors, specs. A spreadsheet takes a cell that
+begins with `=`, `+`, `-` or `@` for a formula, which can fetch addresses or start programs; a tab or a line
+break in front is dropped before it looks. Such a text gets an apostrophe in front, as OWASP's "CSV Injection"
+advises. Numbers are never changed, those written as text included. A carriage return becomes a newline, which
+is quoted: bare it would begin a new row, and with it a new cell.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+import tomli_w
 from filelock import FileLock
 from safetensors import SafetensorError
 
-from curvlab.exceptions import FileWriteError
+from curvlab.exceptions import FileWriteError, SpecError, unknown_name
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 __all__ = [
     "append_bytes",
+    "csv_text",
     "locked",
     "next_number",
+    "plain_cell",
+    "read_settings",
+    "read_toml",
     "replaced",
     "set_file_aside",
+    "toml_text",
     "write_bytes_atomic",
     "write_text_atomic",
 ]
@@ -160,3 +178,90 @@ def _failure(action: str, path: Path, error: Exception) -> FileWriteError:
         f"cannot {action} {path}: {reason}; free space or choose another folder. "
         "What was stored before is unchanged"
     )
+
+
+def toml_text(fields: Mapping[str, Any], comment: str = "") -> str:
+    """The text of a table under `comment`; fields that are None, which TOML does not have, are left out.
+
+    >>> print(toml_text({"alpha": 0.05, "lr": None, "setup": {"data": "digits"}}, "What was run."), end="")
+    # What was run.
+    alpha = 0.05
+    <BLANKLINE>
+    [setup]
+    data = "digits"
+    """
+    lines = "".join(f"# {line}\n" for line in comment.splitlines())
+    return lines + tomli_w.dumps(_without_none(fields))
+
+
+def _without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_none(value) if isinstance(value, Mapping) else value
+        for key, value in fields.items()
+        if value is not None
+    }
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """The table of a file."""
+    try:
+        with Path(path).open("rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise SpecError(f"cannot read {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SpecError(f"{path} is not a TOML file: {error}") from error
+
+
+def read_settings(path: str | Path, known: Collection[str]) -> dict[str, Any]:
+    """The fields of a flat table; a key that is not among `known` is an error with the nearest match."""
+    fields = read_toml(path)
+    for key, value in fields.items():
+        if key not in known:
+            raise SpecError(f"{path}: {unknown_name('setting', key, known)}")
+        if isinstance(value, dict):
+            raise SpecError(f"{path}: `{key}` is a table; write `{key} = …` with a plain value")
+    return fields
+
+
+OPENINGS = tuple("=+-@\t\n＝＋－＠")  # the wide forms are those of East Asian keyboards
+
+
+def csv_text(frame: pd.DataFrame, float_format: str | None = None) -> str:
+    """The frame as CSV, without its index; see the module on cells that look like formulas.
+
+    >>> import pandas as pd
+    >>> print(csv_text(pd.DataFrame({"layer": ["=1+1", "-1", "0"], "error": [-1.5, 2.0, 0.0]})), end="")
+    layer,error
+    '=1+1,-1.5
+    -1,2.0
+    0,0.0
+    """
+    import pandas as pd
+
+    shown = frame.rename(columns=plain_cell)
+    texts = [i for i, dtype in enumerate(frame.dtypes) if not pd.api.types.is_numeric_dtype(dtype)]
+    for index in texts:
+        shown.isetitem(index, [plain_cell(value) for value in frame.iloc[:, index]])
+    text: str = shown.to_csv(index=False, float_format=float_format)
+    return text
+
+
+def plain_cell(value: Any) -> Any:
+    """A text that no spreadsheet takes for a formula; anything but a text as it is.
+
+    >>> plain_cell("@SUM(A1)"), plain_cell("-0.5"), plain_cell("pch-1"), plain_cell(-2)
+    ("'@SUM(A1)", '-0.5', 'pch-1', -2)
+    """
+    if not isinstance(value, str):
+        return value
+    text = value.replace("\r\n", "\n").replace("\r", "\n")
+    return f"'{text}" if text.startswith(OPENINGS) and not _is_number(text) else text
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return text == text.strip() and text[0] in "+-"

@@ -14,15 +14,13 @@ import curvlab
 from curvlab.exceptions import SpecError
 from curvlab.providers import Provider
 from curvlab.providers.registry import providers
-from curvlab.studies.compare import measurements
-from curvlab.studies.compare import newton as newton_module
+from curvlab.studies.compare import directions, measurements
 from curvlab.studies.compare.columns import CELLS, CONVERGENCE, ERRORS, REPETITIONS, TRACES
-from curvlab.studies.compare.folder import merge_comparisons
-from curvlab.studies.compare.krylov import Krylov
-from curvlab.studies.compare.newton import newton
-from curvlab.studies.compare.resources import Pair, usage
-from curvlab.studies.compare.run import Comparison, compare, load_comparison
+from curvlab.studies.compare.costs import Pair, usage
+from curvlab.studies.compare.directions import newton
+from curvlab.studies.compare.run import Comparison, compare, load_comparison, merge_comparisons
 from curvlab.studies.compare.settings import Settings
+from curvlab.studies.compare.spectra import Krylov
 from curvlab.studies.compare.tasks import Task
 from curvlab.studies.setup import Setup
 from curvlab.studies.small.plan import plan
@@ -188,8 +186,8 @@ def test_newton_s_direction_leaves_a_residual_below_1e_8_whatever_the_damping():
 def test_a_damped_hessian_with_an_eigenvalue_of_zero_has_no_newton_direction():
     space = Krylov(lambda vector: -vector, torch.ones(1, dtype=torch.float64))
     space.grow(1)
-    assert newton_module._indefinite(space, 0.5)  # 0.5 · (-1) + 0.5
-    assert not newton_module._indefinite(space, 0.5 + 1e-12)
+    assert directions._indefinite(space, 0.5)  # 0.5 · (-1) + 0.5
+    assert not directions._indefinite(space, 0.5 + 1e-12)
 
 
 def test_newton_s_direction_is_solved_up_to_its_limit_of_parameters_and_not_beyond():

@@ -19,16 +19,13 @@ from curvlab.report.comparison import shown
 from curvlab.report.content import content_of
 from curvlab.report.controls import Against, Beside, against_gradient
 from curvlab.report.pages import markdown_page
-from curvlab.studies.compare import newton as newton_module
-from curvlab.studies.compare.descent import DescentBench, predicted_decrease
-from curvlab.studies.compare.krylov import Krylov
-from curvlab.studies.compare.newton import NewtonReference
+from curvlab.studies.compare import directions
+from curvlab.studies.compare.directions import DescentBench, NewtonReference, predicted_decrease
 from curvlab.studies.compare.run import compare
-from curvlab.studies.compare.scenes import SceneProblems, scenes_of
 from curvlab.studies.compare.settings import Settings, damping_of
-from curvlab.studies.compare.spectra import largest_of_hessian, layer_spectra
-from curvlab.studies.setup import Setup
-from curvlab.studies.weights import load_weights
+from curvlab.studies.compare.spectra import Krylov, largest_of_hessian, layer_spectra
+from curvlab.studies.compare.tasks import SceneProblems, scenes_of
+from curvlab.studies.setup import Setup, load_weights
 from tests.cases import ONE_SCENE
 
 TINY = Setup(arch="6-4-3", data="synthetic[features=6,classes=3,examples=50]", batch=20, dtype="float64")
@@ -60,7 +57,7 @@ def test_one_krylov_space_solves_every_damping_and_shows_the_spectrum() -> None:
 def test_newton_s_direction_is_left_out_before_anything_is_copied_or_multiplied(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(newton_module, "_in_float64", lambda problem: pytest.fail("it was copied"))
+    monkeypatch.setattr(directions, "_in_float64", lambda problem: pytest.fail("it was copied"))
     # Four blocks of ten products: of a chain each is charged 1e7 operations at the least.
     assert "4.0e+08 operations" in NewtonReference(problem(), operations=1e8).at(0.05).reasons["0.weight"]
 

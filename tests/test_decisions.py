@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from curvlab.exceptions import ArgumentError
+from curvlab.studies.compare.costs import decide_times, separate_runs_words
 from curvlab.studies.compare.decisions import CONFIDENCE, Decision, below_control, decide
 from curvlab.studies.compare.settings import Settings
-from curvlab.studies.compare.timing import decide_times, separate_runs_words
 from curvlab.studies.setup import Setup
 
 ROUNDS = Settings(Setup()).repetitions

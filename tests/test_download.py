@@ -17,9 +17,8 @@ from pathlib import Path
 import pytest
 
 from curvlab.data import Cifar10
-from curvlab.data.archive import unpack
 from curvlab.data.cifar10 import FOLDER, TEST_FILES, TRAIN_FILES, Release, obtain
-from curvlab.data.download import fetch
+from curvlab.data.download import fetch, unpack
 from curvlab.exceptions import DataError
 
 FILES = (*TRAIN_FILES, *TEST_FILES)

@@ -14,15 +14,15 @@ from click.testing import CliRunner
 from markdown_it import MarkdownIt
 
 from curvlab.cli import main
+from curvlab.files import csv_text, plain_cell
 from curvlab.report.content import Answer, Content, Drawing, Section
+from curvlab.report.drawing import Look
 from curvlab.report.pages import code_block, write_pages
-from curvlab.report.theme import Look
 from curvlab.reproduce.grid_study import GridStudy
 from curvlab.reproduce.run import reproduce
 from curvlab.reproduce.subjects import Options
 from curvlab.studies.compare.run import compare
 from curvlab.studies.setup import Setup
-from curvlab.studies.spreadsheet import csv_text, plain_cell
 from curvlab.studies.store import Store
 from curvlab.studies.train.run import TrainPlan, train
 from tests.cases import ONE_SCENE

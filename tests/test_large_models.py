@@ -14,7 +14,7 @@ import curvlab
 from curvlab.architectures import architecture
 from curvlab.cli import main
 from curvlab.optim import SecondOrder
-from curvlab.studies.compare.resources import Pair, memory
+from curvlab.studies.compare.costs import Pair, memory
 from examples import huggingface
 
 Made = tuple[nn.Module, torch.Tensor, torch.Tensor]

@@ -25,16 +25,24 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from curvlab.curvature import Curvature, LayerCurvature
 from curvlab.measure import stopwatch
 from curvlab.measure.environment import environment
-from curvlab.measure.flops import count, counting
 from curvlab.measure.memory import held_bytes, peak_bytes, track
+from curvlab.measure.operations import count, counting
 from curvlab.measure.stopwatch import Elapsed, Timing, frame, interleaved, ratio
 from curvlab.problem import Problem
 from curvlab.providers import Context, Fisher
 from curvlab.solvers import KFI, LayerDirection, LayerGradient
 from curvlab.solvers.systems import Damping
-from curvlab.studies.compare import resources
-from curvlab.studies.compare.resources import Pair, Usage, usage
-from curvlab.studies.compare.timing import IN_VAIN, Patience, Phases, Stopwatch, disturbance_words
+from curvlab.studies.compare import costs
+from curvlab.studies.compare.costs import (
+    IN_VAIN,
+    Pair,
+    Patience,
+    Phases,
+    Stopwatch,
+    Usage,
+    disturbance_words,
+    usage,
+)
 
 linalg = torch.linalg
 
@@ -335,7 +343,7 @@ def test_bytes_do_not_depend_on_a_thread_that_looks_at_the_stack(onlooker: Onloo
 
 def test_a_run_that_is_always_disturbed_is_not_repeated_for_ever(onlooker: Onlooker):
     found, runs = used_by(onlooker, looks=99)
-    assert runs == resources.ATTEMPTS
+    assert runs == costs.ATTEMPTS
     assert found.held_bytes == used_by(onlooker, looks=0)[0].held_bytes + 8000
 
 

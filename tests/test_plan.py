@@ -8,7 +8,7 @@ from torch import nn
 
 import curvlab
 from curvlab.exceptions import SpecError
-from curvlab.studies.compare.resources import Pair, usage
+from curvlab.studies.compare.costs import Pair, usage
 from curvlab.studies.setup import Setup
 from curvlab.studies.small.fake_problem import fake_problem
 from curvlab.studies.small.plan import bytes_of, plan

@@ -12,8 +12,7 @@ from click.testing import CliRunner
 from curvlab import plan
 from curvlab.cli import main
 from curvlab.measure.data_sheets import DATA_SHEETS
-from curvlab.measure.flops import count
-from curvlab.measure.operations import Launch, Operations, operations
+from curvlab.measure.operations import Launch, Operations, count, operations
 from curvlab.studies.setup import Setup
 from curvlab.studies.small.floor import Rates, calibrate, rates_of
 from curvlab.studies.small.plan import COLUMNS

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from curvlab import Problem
-from curvlab.studies.compare.problem_notes import problem_notes
+from curvlab.studies.compare.run import problem_notes
 
 
 def problem(*modules: nn.Module, layers: list[str] | None = None) -> Problem:

@@ -15,9 +15,8 @@ from curvlab.cli import main
 from curvlab.report import recommend, write_report
 from curvlab.report.training import bands, leaders, race_ends, runs, training_words
 from curvlab.studies.compare import run as run_module
-from curvlab.studies.compare.folder import command_of
 from curvlab.studies.compare.race import race_rows, race_tasks
-from curvlab.studies.compare.run import Progress, compare, load_comparison
+from curvlab.studies.compare.run import Progress, command_of, compare, load_comparison
 from curvlab.studies.compare.settings import Settings
 from curvlab.studies.setup import Setup
 from curvlab.studies.store import Row

@@ -34,8 +34,7 @@ from curvlab.report import (
     write_report,
 )
 from curvlab.report.content import spectrum_section
-from curvlab.report.drawing import svg
-from curvlab.report.theme import PAGE
+from curvlab.report.drawing import PAGE, svg
 from curvlab.studies.compare.frames import Comparison
 
 pytestmark = pytest.mark.slow

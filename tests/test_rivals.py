@@ -14,9 +14,8 @@ from torch import nn
 from curvlab.criteria.registry import criterion_named
 from curvlab.exceptions import CurvlabError, SpecError
 from curvlab.studies.setup import Setup
-from curvlab.studies.train.columns import rates_of
 from curvlab.studies.train.optimizers import optimizers
-from curvlab.studies.train.plan import TrainPlan
+from curvlab.studies.train.plan import TrainPlan, rates_of
 from curvlab.studies.train.run import train
 
 SETUP = Setup(data="digits[train=200]", batch=50, dtype="float64")

@@ -19,8 +19,8 @@ from click.testing import CliRunner, Result
 from curvlab.cli import main
 from curvlab.exceptions import FolderInUseError, ResultsFolderError
 from curvlab.studies.compare.run import compare, load_comparison
-from curvlab.studies.run_lock import run_lock
 from curvlab.studies.setup import Setup
+from curvlab.studies.store import run_lock
 from tests.cases import ONE_SCENE
 
 TINY = Setup(arch="5-4-3", data="synthetic[features=5,classes=3,examples=30]", batch=10, device="cpu")

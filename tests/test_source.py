@@ -19,7 +19,7 @@ from click.testing import CliRunner
 import curvlab
 from curvlab.cli import main
 from curvlab.exceptions import ExecutorError
-from curvlab.measure import source
+from curvlab.measure import environment as sources
 from curvlab.measure.environment import environment
 from curvlab.report.tables import mapping_table
 from curvlab.reproduce.findings import write_findings
@@ -62,11 +62,11 @@ def as_source(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]
     """Let curvlab's source have another hash from now on."""
 
     def change(found: str) -> None:
-        monkeypatch.setattr(source, "tree_hash", lambda folder: found)
-        source.source_hash.cache_clear()
+        monkeypatch.setattr(sources, "tree_hash", lambda folder: found)
+        sources.source_hash.cache_clear()
 
     yield change
-    source.source_hash.cache_clear()
+    sources.source_hash.cache_clear()
 
 
 # Commits
@@ -94,20 +94,20 @@ def test_reading_the_environment_runs_nothing_of_the_working_folder(repository, 
 def test_the_commit_is_that_of_git_in_every_kind_of_checkout(repository, tmp_path):
     commit = git(repository, "rev-parse", "HEAD")
     (repository / "a" / "b").mkdir(parents=True)
-    assert source.commit_of(repository) == commit
-    assert source.commit_of(repository / "a" / "b") == commit
+    assert sources.commit_of(repository) == commit
+    assert sources.commit_of(repository / "a" / "b") == commit
     git(repository, "worktree", "add", "-q", "-b", "other", str(tmp_path / "tree"))
     git(tmp_path / "tree", "commit", "-q", "--allow-empty", "-m", "second")
     second = git(tmp_path / "tree", "rev-parse", "HEAD")
-    assert source.commit_of(tmp_path / "tree") == second != commit
+    assert sources.commit_of(tmp_path / "tree") == second != commit
     git(repository, "pack-refs", "--all")
     assert not list((repository / ".git" / "refs" / "heads").rglob("other"))
-    assert source.commit_of(repository) == commit
-    assert source.commit_of(tmp_path / "tree") == second
+    assert sources.commit_of(repository) == commit
+    assert sources.commit_of(tmp_path / "tree") == second
     git(repository, "checkout", "-q", "--detach", second)
-    assert source.commit_of(repository) == second
+    assert sources.commit_of(repository) == second
     git(repository, "checkout", "-q", "--orphan", "empty")
-    assert source.commit_of(repository) is None
+    assert sources.commit_of(repository) is None
 
 
 @pytest.mark.parametrize(
@@ -130,20 +130,20 @@ def test_what_is_no_commit_is_none(files, tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     (tmp_path / ".git").mkdir(exist_ok=True)
-    assert source.commit_of(tmp_path) is None
+    assert sources.commit_of(tmp_path) is None
 
 
 @pytest.mark.parametrize("text", ["gitdir: nowhere", "gitdir: ", "", "\0", "gitdir: a\0b"])
 def test_a_git_file_that_leads_nowhere_is_none(text, tmp_path):
     (tmp_path / ".git").write_text(text)
-    assert source.commit_of(tmp_path) is None
+    assert sources.commit_of(tmp_path) is None
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes with names")
 def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path):
     (tmp_path / ".git").mkdir()
     os.mkfifo(tmp_path / ".git" / "HEAD")
-    assert source.commit_of(tmp_path) is None
+    assert sources.commit_of(tmp_path) is None
 
 
 @needs_git
@@ -152,13 +152,13 @@ def test_the_commit_of_the_source_is_not_that_of_a_repository_around_an_installe
 ):
     package = repository / ".venv" / "curvlab"
     package.mkdir(parents=True)
-    monkeypatch.setattr(source, "PACKAGE", package)
-    assert source.source_commit.__wrapped__() is None
-    monkeypatch.setattr(source, "PACKAGE", repository / "curvlab")
+    monkeypatch.setattr(sources, "PACKAGE", package)
+    assert sources.source_commit.__wrapped__() is None
+    monkeypatch.setattr(sources, "PACKAGE", repository / "curvlab")
     (repository / "pyproject.toml").write_text('[project]\nname = "theirs"\n')
-    assert source.source_commit.__wrapped__() is None
+    assert sources.source_commit.__wrapped__() is None
     (repository / "pyproject.toml").write_text('[project]\nname = "curvlab"\n')
-    assert source.source_commit.__wrapped__() == git(repository, "rev-parse", "HEAD")
+    assert sources.source_commit.__wrapped__() == git(repository, "rev-parse", "HEAD")
 
 
 @needs_git
@@ -167,7 +167,7 @@ def test_the_environment_tells_curvlabs_source_from_the_working_folder(repositor
     found = json.loads(json.dumps(environment()))
     assert found["git"] == {"commit": git(repository, "rev-parse", "HEAD")}
     assert found["source_commit"] != found["git"]["commit"]
-    assert found["source"] == source.source_hash()
+    assert found["source"] == sources.source_hash()
     assert found["versions"]["curvlab"] == curvlab.__version__
 
 
@@ -187,7 +187,7 @@ def test_the_hash_depends_on_names_and_contents_of_source_files_alone(tmp_path):
         for path, content in files.items():
             (tmp_path / name / path).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name / path).write_bytes(content.encode())
-        return source.tree_hash(tmp_path / name)
+        return sources.tree_hash(tmp_path / name)
 
     files = {"a.py": "x = 1\n", "b/c.py": "", "b/page.j2": "{{ x }}", "t.csv": "1,2\n"}
     first = tree("first", files)
@@ -211,17 +211,17 @@ def test_the_hash_depends_on_names_and_contents_of_source_files_alone(tmp_path):
 def test_the_hash_covers_what_a_wheel_holds():
     described = tomllib.loads((ROOT / "pyproject.toml").read_text())
     patterns = described["tool"]["setuptools"]["package-data"]["curvlab"]
-    assert {Path(pattern).suffix for pattern in patterns} | {".py"} == source.SUFFIXES
+    assert {Path(pattern).suffix for pattern in patterns} | {".py"} == sources.SUFFIXES
 
 
 @pytest.mark.slow
 def test_the_hash_is_not_computed_on_import_and_once_in_a_process():
     check = (
         "import curvlab, curvlab.studies.compare.run, curvlab.studies.train.run\n"
-        "from curvlab.measure import source\n"
-        "assert source.source_hash.cache_info().currsize == 0\n"
-        "source.source_hash(); source.source_hash()\n"
-        "assert source.source_hash.cache_info().misses == 1\n"
+        "from curvlab.measure import environment\n"
+        "assert environment.source_hash.cache_info().currsize == 0\n"
+        "environment.source_hash(); environment.source_hash()\n"
+        "assert environment.source_hash.cache_info().misses == 1\n"
     )
     subprocess.run([sys.executable, "-c", check], check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
 

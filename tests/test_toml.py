@@ -7,8 +7,8 @@ import tomllib
 import pytest
 
 from curvlab.exceptions import SpecError
+from curvlab.files import read_settings, read_toml, toml_text
 from curvlab.studies.setup import Setup
-from curvlab.studies.toml import read_settings, read_toml, toml_text
 from curvlab.studies.train.run import TrainPlan, train
 
 

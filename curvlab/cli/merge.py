@@ -10,7 +10,7 @@ import click
 from curvlab.cli.console import say
 
 if TYPE_CHECKING:
-    from curvlab.studies.compare.folder import MergedComparisons
+    from curvlab.studies.compare.run import MergedComparisons
 
 __all__ = ["command"]
 
@@ -33,7 +33,7 @@ def command(folders: tuple[Path, ...], output: Path, quiet: bool) -> None:
       curvlab merge runs/fisher runs/pch -o runs/both
       curvlab report runs/both
     """
-    from curvlab.studies.compare.folder import merge_comparisons
+    from curvlab.studies.compare.run import merge_comparisons
 
     done = merge_comparisons(folders, output)
     for conflict in done.merged.conflicts:

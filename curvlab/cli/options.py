@@ -15,10 +15,10 @@ import click
 from curvlab import imports
 from curvlab.cli.completion import complete_name
 from curvlab.exceptions import SpecError
+from curvlab.files import read_settings
 from curvlab.studies.compare.settings import Settings, all_settings, command_settings
 from curvlab.studies.schema import Setting, read_values
 from curvlab.studies.setup import SETUP, Setup
-from curvlab.studies.toml import read_settings
 
 __all__ = [
     "SchemaCommand",

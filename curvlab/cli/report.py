@@ -23,7 +23,7 @@ def command(folder: Path, as_json: bool, quiet: bool) -> None:
       curvlab report runs/compare
       curvlab report runs/compare --json
     """
-    from curvlab.studies.compare.folder import load_comparison, write_frames
+    from curvlab.studies.compare.run import load_comparison, write_frames
 
     compared = load_comparison(folder)
     write_frames(folder, compared)

@@ -79,7 +79,7 @@ def command(
     from curvlab.reproduce.experiments import experiment_named, experiments
     from curvlab.reproduce.findings import write_findings
     from curvlab.reproduce.run import DEFAULT_OUTPUT, reproduce
-    from curvlab.studies.run_lock import run_lock
+    from curvlab.studies.store import run_lock
 
     if not names:
         raise SpecError(f"name an experiment, or `{ALL}`; see `curvlab reproduce --list`")

@@ -75,8 +75,8 @@ def command(
           --checkpoint state.pt
     """
     from curvlab.report.spectra import write_spectrum
-    from curvlab.studies.run_lock import run_lock
     from curvlab.studies.small.spectra import run_spectrum
+    from curvlab.studies.store import run_lock
 
     setup = make_setup(options)
     with run_lock(output, "spectrum"):  # whoever cannot write there is told before anything is measured

@@ -21,9 +21,8 @@ from curvlab.cli.console import INTERRUPTED, show_rows
 from curvlab.cli.options import SchemaCommand, make_setup, option_of, setup_settings
 from curvlab.exceptions import SpecError
 from curvlab.studies.schema import settings_of
-from curvlab.studies.train.columns import EPOCH, PEAK, rate_words, rates_of
 from curvlab.studies.train.optimizers import SecondOrderSpec, optimizers
-from curvlab.studies.train.plan import TRAIN_BATCH, TrainPlan
+from curvlab.studies.train.plan import EPOCH, PEAK, TRAIN_BATCH, TrainPlan, rate_words, rates_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -243,7 +242,7 @@ def _render(frame: pd.DataFrame, folder: Path, quiet: bool, as_json: bool) -> No
 
 def _finish(frame: pd.DataFrame, plan: TrainPlan, folder: Path, quiet: bool) -> None:
     """Say where the run is, and end with the exit code of how it ended."""
-    from curvlab.measure.source import mixed_sources
+    from curvlab.measure.environment import mixed_sources
     from curvlab.studies.train.plateau import plateau_note, stays_on_plateau
 
     last = frame.to_dict("records")[-1]

@@ -13,12 +13,10 @@ from __future__ import annotations
 
 from curvlab.data.characters import Characters
 from curvlab.data.cifar10 import Cifar10, Cifar10Enlarged
-from curvlab.data.dataset import Batches, Dataset, Examples, InputKind
+from curvlab.data.dataset import Batches, Dataset, Examples, InputKind, Source
 from curvlab.data.digits import Digits
 from curvlab.data.image_folder import ImageFolder
-from curvlab.data.inputs import FileInputs, Inputs, PixelInputs, TensorInputs, TokenInputs
-from curvlab.data.source import Source
-from curvlab.data.standardise import Standardisation
+from curvlab.data.inputs import FileInputs, Inputs, PixelInputs, Standardisation, TensorInputs, TokenInputs
 from curvlab.data.synthetic import Synthetic, SyntheticImages, SyntheticRegression
 from curvlab.specs import Registry
 

@@ -18,9 +18,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from curvlab.data.dataset import Dataset, Examples
+from curvlab.data.dataset import Dataset, Examples, Source
 from curvlab.data.inputs import TokenInputs
-from curvlab.data.source import Source
 from curvlab.data.splits import generator
 from curvlab.exceptions import SpecError
 

@@ -18,13 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from curvlab.data.archive import unpack
-from curvlab.data.dataset import Dataset, Examples
-from curvlab.data.download import fetch
-from curvlab.data.folders import cache_folder, locked, user_folder
-from curvlab.data.inputs import Interpolation, PixelInputs
-from curvlab.data.source import Source
-from curvlab.data.standardise import Standardisation
+from curvlab.data.dataset import Dataset, Examples, Source
+from curvlab.data.download import cache_folder, fetch, locked, unpack, user_folder
+from curvlab.data.inputs import Interpolation, PixelInputs, Standardisation
 from curvlab.exceptions import DataError, DataFolderError, SpecError
 
 __all__ = ["OFFICIAL", "Cifar10", "Cifar10Enlarged", "Release", "obtain", "read"]

@@ -1,15 +1,18 @@
 """A data set: training and test examples, and batches of them that any run can repeat.
 
 The order of an epoch is a function of (seed, epoch) alone; a run that stopped after batch b
-continues with `batches(…, start=b)` and sees exactly what it would have seen.
+continues with `batches(…, start=b)` and sees exactly what it would have seen. What can be loaded
+is a `Source`: a frozen configuration with one method, `load(seed, data_dir) -> Dataset`.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Literal
+from pathlib import Path
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -19,7 +22,7 @@ from curvlab.data.splits import permutation, stratified_subset
 from curvlab.exceptions import DataError, SpecError
 from curvlab.measure.device import send
 
-__all__ = ["Batches", "Dataset", "Examples", "InputKind"]
+__all__ = ["Batches", "Dataset", "Examples", "InputKind", "Source"]
 
 InputKind = Literal["rows", "images", "tokens"]
 Begun = Callable[[], tuple[Tensor, Tensor]]
@@ -274,3 +277,50 @@ class Dataset:
             class_names=(),
             note=f"{self.note} Targets are the inputs themselves.",
         )
+
+
+@dataclass(frozen=True)
+class Source(ABC):
+    """A data set by its settings.
+
+    `train` and `test` limit how many examples are used, drawn by the seed with each class in
+    proportion; standardisation is always that of the whole training set.
+    """
+
+    architecture: ClassVar[str] = "fcnn"
+    """The name of the architecture that fits; `fcnn` takes its inputs and outputs from the data."""
+
+    train: int | None = None
+    test: int | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("train", "test"):
+            count = getattr(self, field)
+            if count is not None and count < 1:
+                raise SpecError(f"{field} is {count}; use 1 or more examples, or leave it out for all")
+
+    def load(self, seed: int = 0, data_dir: str | Path | None = None) -> Dataset:
+        """The data set; `seed` fixes splits, subsets and synthetic draws, `data_dir` is where files are."""
+        folder = None if data_dir is None else Path(data_dir).expanduser()
+        found = self._load(seed, folder)
+        for field, examples in (("train", found.train), ("test", found.test)):
+            count = getattr(self, field)
+            if count is not None and count > len(examples):
+                raise SpecError(
+                    f"{field} is {count}; `{found.name}` has {len(examples)} such examples: use that many or "
+                    f"fewer, or leave it out for all"
+                )
+        return found.subset(self.train, self.test, seed)
+
+    def sizes(self) -> tuple[tuple[int, ...], int] | None:
+        """Shape of an example and outputs of a network for it; None where only loading it tells.
+
+        >>> from curvlab.data import dataset
+        >>> dataset("cifar10").sizes()
+        ((3, 32, 32), 10)
+        """
+        return None
+
+    @abstractmethod
+    def _load(self, seed: int, data_dir: Path | None) -> Dataset:
+        """The whole data set."""

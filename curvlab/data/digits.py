@@ -9,11 +9,9 @@ from typing import ClassVar
 import torch
 from sklearn.datasets import load_digits
 
-from curvlab.data.dataset import Dataset, Examples
-from curvlab.data.inputs import TensorInputs
-from curvlab.data.source import Source
+from curvlab.data.dataset import Dataset, Examples, Source
+from curvlab.data.inputs import Standardisation, TensorInputs
 from curvlab.data.splits import stratified_split
-from curvlab.data.standardise import Standardisation
 
 __all__ = ["Digits"]
 

@@ -1,27 +1,74 @@
-"""Downloads that resume, and are checked before anything reads them.
+"""Files of data: where they are, downloads that resume and are checked, and archives unpacked without harm.
+
+The user's folder is the argument `data_dir` (`--data-dir`), else the environment variable
+CURVLAB_DATA. The cache is $XDG_CACHE_HOME/curvlab, or ~/.cache/curvlab.
 
 Bytes go to `<target>.part`, which a later attempt continues with an HTTP Range request; only a
 file of the expected SHA-256 is renamed to `<target>`. The progress bar is on stderr, where that
 is a terminal. pooch checks downloads too, but begins a broken one anew; these are large, so it is not used.
+
+An archive may be hostile or broken. Its members are judged by tarfile's `data` filter (no absolute paths,
+nothing outside the folder, no devices); only the files that are expected are written, into a folder beside
+the final one, which gets its name when all of them are there.
 """
 
 from __future__ import annotations
 
 import hashlib
 import http.client
+import os
+import shutil
 import sys
+import tarfile
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from filelock import FileLock
 from rich.console import Console
 from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
 
-from curvlab.exceptions import DataError
+from curvlab.exceptions import DataError, DataFolderError
 
-__all__ = ["fetch"]
+__all__ = ["cache_folder", "fetch", "locked", "unpack", "user_folder"]
+
+
+def user_folder(data_dir: Path | None) -> Path | None:
+    """The folder the user named, or `None`; one that is not there is an error."""
+    named = os.environ.get("CURVLAB_DATA")
+    folder = data_dir if data_dir is not None else Path(named).expanduser() if named else None
+    if folder is not None and not folder.is_dir():
+        origin = "--data-dir" if data_dir is not None else "CURVLAB_DATA"
+        raise DataFolderError(f"{folder}: no such folder; {origin} names an existing folder with the data")
+    return folder
+
+
+def cache_folder() -> Path:
+    """The folder that downloads are kept in (not created here)."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "curvlab"
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold `folder` (created if need be) against other processes that would fill it: they wait."""
+    lock = FileLock(folder / ".lock")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except OSError as error:
+        raise DataError(
+            f"{folder}: cannot be written ({error}); set XDG_CACHE_HOME to a folder that can, "
+            "or name one with the data by --data-dir"
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
 
 CHUNK = 1 << 18
 TIMEOUT = 30.0
@@ -141,3 +188,46 @@ def _progress(name: str) -> Iterator[Report]:
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task(name, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def unpack(archive: Path, folder: Path, expected: Collection[str], limit: int) -> None:
+    """Write the files `<folder's name>/<expected>` of `archive` to `folder`, all or none.
+
+    An archive whose members claim more than `limit` bytes together is refused before they are unpacked.
+    """
+    scratch = folder.with_name(f".{folder.name}.unpacking")
+    shutil.rmtree(scratch, ignore_errors=True)  # what a killed run left
+    try:
+        _extract(archive, scratch, {f"{folder.name}/{name}" for name in expected}, limit)
+        (scratch / folder.name).replace(folder)
+    except tarfile.FilterError as error:
+        raise _broken_archive_error(archive, f"an unsafe member: {error}") from error
+    except (tarfile.TarError, EOFError, zlib.error) as error:
+        raise _broken_archive_error(archive, str(error) or type(error).__name__) from error
+    except OSError as error:
+        raise DataError(
+            f"{folder}: cannot be written from {archive} ({error}); free disk space and run again"
+        ) from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _extract(archive: Path, scratch: Path, expected: set[str], limit: int) -> None:
+    claimed = 0
+    with tarfile.open(archive) as tar:
+        for member in tar:
+            claimed += member.size
+            if claimed > limit:
+                raise _broken_archive_error(
+                    archive, f"its members take more than {limit:,} bytes, far beyond the data set's"
+                )
+            tarfile.data_filter(member, str(scratch))
+            if member.name in expected and member.isreg():
+                tar.extract(member, scratch, filter="data")
+    missing = [name for name in sorted(expected) if not (scratch / name).is_file()]
+    if missing:
+        raise _broken_archive_error(archive, f"{', '.join(missing)} is not in it")
+
+
+def _broken_archive_error(archive: Path, problem: str) -> DataError:
+    return DataError(f"{archive}: the archive cannot be used ({problem}); delete it and run again")

@@ -16,12 +16,10 @@ from typing import ClassVar
 import torch
 from PIL import Image
 
-from curvlab.data.dataset import Dataset, Examples
-from curvlab.data.folders import user_folder
-from curvlab.data.inputs import FileInputs, decode
-from curvlab.data.source import Source
+from curvlab.data.dataset import Dataset, Examples, Source
+from curvlab.data.download import user_folder
+from curvlab.data.inputs import FileInputs, Standardisation, decode
 from curvlab.data.splits import permutation, stratified_split, stratified_subset
-from curvlab.data.standardise import Standardisation
 from curvlab.exceptions import DataFolderError, SpecError
 
 __all__ = ["ImageFolder"]

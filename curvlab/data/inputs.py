@@ -4,12 +4,16 @@ All give rows by index, flattened to (examples, features), or the same values in
 (examples, channels, height, width) for images; in floating point, except tokens. The last two
 standardise, and enlarge or decode, only what is asked for: CIFAR-10 at 224×224 would be 36 GB as
 float32, and is 184 MB as the 32×32 pixels it is kept in.
+
+Standardisation is by the training set: x ↦ (x - mean) / deviation. The deviation is the population's (no
+correction); where it is 0 (a pixel that is always blank) the feature is centred and divided by 1. Moments are
+accumulated in float64.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +27,6 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from curvlab.data.standardise import Standardisation
 from curvlab.exceptions import DataError
 from curvlab.measure.device import send
 
@@ -32,6 +35,7 @@ __all__ = [
     "Inputs",
     "Interpolation",
     "PixelInputs",
+    "Standardisation",
     "TensorInputs",
     "TokenInputs",
     "decode",
@@ -275,3 +279,55 @@ def _decode_one(path: Path, size: int) -> np.ndarray:
             f"{path}: not a readable image ({error}); replace the file or take it out of the folder"
         ) from error
     return np.asarray(square)
+
+
+@dataclass(frozen=True, eq=False)
+class Standardisation:
+    """Mean and deviation, broadcast against the inputs they are applied to."""
+
+    mean: Tensor
+    deviation: Tensor
+
+    @classmethod
+    def per_feature(cls, inputs: Tensor) -> Standardisation:
+        """Of each column of `inputs` (examples, features).
+
+        >>> x = torch.tensor([[0.0, 5.0], [2.0, 5.0]])
+        >>> Standardisation.per_feature(x).apply(x)
+        tensor([[-1.,  0.],
+                [ 1.,  0.]])
+        """
+        wide = inputs.double()
+        return cls._of(wide.mean(0), wide.var(0, correction=0))
+
+    @classmethod
+    def per_channel(cls, chunks: Iterable[Tensor]) -> Standardisation:
+        """Of each channel of 8-bit images, over chunks of shape (images, channels, height, width).
+
+        The moments are those of a histogram of 256 counts, so the order of the chunks does not matter.
+
+        >>> images = torch.tensor([[0, 2], [10, 10]], dtype=torch.uint8).reshape(1, 2, 1, 2)
+        >>> Standardisation.per_channel([images]).mean.flatten()
+        tensor([ 1., 10.], dtype=torch.float64)
+        """
+        counts = torch.zeros((), dtype=torch.int64)
+        for chunk in chunks:
+            channels = chunk.transpose(0, 1).flatten(1)
+            counts = counts + torch.stack([channel.bincount(minlength=256) for channel in channels])
+        shares = counts.double() / counts.sum(1, keepdim=True)
+        levels = torch.arange(256, dtype=torch.float64)
+        mean = shares @ levels
+        variance = (shares * (levels - mean[:, None]).square()).sum(1)
+        return cls._of(mean.reshape(-1, 1, 1), variance.reshape(-1, 1, 1))
+
+    @classmethod
+    def _of(cls, mean: Tensor, variance: Tensor) -> Standardisation:
+        deviation = variance.sqrt()
+        return cls(mean, torch.where(deviation > 0, deviation, torch.ones_like(deviation)))
+
+    def apply(self, inputs: Tensor) -> Tensor:
+        """The standardised inputs, in their own dtype and on their own device."""
+        mean, deviation = (
+            send(value.to(inputs.dtype), inputs.device) for value in (self.mean, self.deviation)
+        )
+        return (inputs - mean) / deviation

@@ -15,11 +15,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from curvlab.data.dataset import Dataset, Examples
-from curvlab.data.inputs import TensorInputs
-from curvlab.data.source import Source
+from curvlab.data.dataset import Dataset, Examples, Source
+from curvlab.data.inputs import Standardisation, TensorInputs
 from curvlab.data.splits import generator
-from curvlab.data.standardise import Standardisation
 from curvlab.exceptions import SpecError
 
 __all__ = ["Synthetic", "SyntheticImages", "SyntheticRegression"]

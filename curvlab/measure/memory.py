@@ -14,8 +14,8 @@ nothing and count nothing, and neither do torch's implicit zeros (forward-mode t
 Not seen: workspace inside a kernel (LAPACK's work arrays, a transposed copy), sparse tensors, and
 memory that is not a tensor's. Under any dispatch mode torch takes another way here and there: a few
 autograd formulas their out-of-place form, `eigvalsh` and `svdvals` the one with vectors; the number
-is that of the code as it runs here. The cyclic garbage collector is
-held off while tracking: when it happens to run would otherwise be part of the result.
+is that of the code as it runs here. The cyclic garbage collector is held off while tracking
+(`collector_off`): when it happens to run is noise, in memory and in time alike.
 
 Another thread that looks at the stack of the work, as a sampling profiler does, holds its frames, and with
 them its tensors, beyond their time. Such a tensor dies in that thread; the tracker is then `disturbed`.
@@ -40,10 +40,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from curvlab.measure import device as devices
-from curvlab.measure.collector import collector_off
-from curvlab.measure.dispatch import ImplicitZeros
+from curvlab.measure.operations import ImplicitZeros
 
-__all__ = ["Allocation", "Tracker", "held_bytes", "peak_bytes", "track"]
+__all__ = ["Allocation", "Tracker", "collector_off", "held_bytes", "peak_bytes", "track"]
 
 # `torch.tensor` makes its result out of sight and only then shows it, through these.
 _SHOWN = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default)
@@ -244,3 +243,20 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
     if tensor.is_meta or tensor._is_zerotensor() or tensor.layout is not torch.strided:
         return None
     return tensor.untyped_storage()
+
+
+@contextmanager
+def collector_off() -> Iterator[None]:
+    """Disable the cyclic collector inside; afterwards it is as it was before.
+
+    >>> with collector_off():
+    ...     gc.isenabled()
+    False
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -30,7 +30,7 @@ import pandas as pd
 import torch
 
 from curvlab.measure import device as devices
-from curvlab.measure.collector import collector_off
+from curvlab.measure.memory import collector_off
 
 __all__ = [
     "Clock",

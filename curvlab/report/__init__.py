@@ -13,6 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from curvlab.report.drawing import DARK, LIGHT, Look, Theme
     from curvlab.report.figures import (
         convergence_curves,
         cost_bars,
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     )
     from curvlab.report.pages import write_report
     from curvlab.report.recommendation import Recommendation, recommend
-    from curvlab.report.theme import DARK, LIGHT, Look, Theme
 
 __all__ = [
     "DARK",
@@ -45,11 +45,11 @@ __all__ = [
 
 # Imported when first asked for: the terminal writes numbers by this package, and needs no matplotlib for it.
 _MODULES = {
-    "DARK": "theme",
-    "LIGHT": "theme",
-    "Look": "theme",
+    "DARK": "drawing",
+    "LIGHT": "drawing",
+    "Look": "drawing",
     "Recommendation": "recommendation",
-    "Theme": "theme",
+    "Theme": "drawing",
     "recommend": "recommendation",
     "write_report": "pages",
 }

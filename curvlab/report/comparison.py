@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from curvlab.exceptions import ArgumentError, unknown_name
-from curvlab.studies.compare import folder, run
+from curvlab.studies.compare import run
 from curvlab.studies.compare.frames import Comparison
 from curvlab.studies.compare.run import Progress
 
@@ -49,7 +49,7 @@ class ShownComparison(Comparison):
     def figure(self, name: str) -> Axes:
         """One of the report's figures by name, in light colours."""
         from curvlab.report.content import content_of
-        from curvlab.report.theme import LIGHT
+        from curvlab.report.drawing import LIGHT
 
         content = content_of(self)
         drawings = {one.name: one for section in content.sections for one in section.drawings}
@@ -86,9 +86,9 @@ def compare(*args: Any, **kwargs: Any) -> ShownComparison:  # noqa: D103
 compare.__signature__ = inspect.signature(run.compare)  # type: ignore[attr-defined]
 
 
-@functools.wraps(folder.load_comparison)
+@functools.wraps(run.load_comparison)
 def load_comparison(folder_path: str | Path) -> ShownComparison:  # noqa: D103
-    return shown(folder.load_comparison(folder_path))
+    return shown(run.load_comparison(folder_path))
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from curvlab.report.controls import damping_words, evidence_of, point_words
+from curvlab.report.drawing import Look, Theme, pairs_of
 from curvlab.report.figures import (
     convergence_curves,
     cost_bars,
@@ -23,10 +24,8 @@ from curvlab.report.figures import (
     point_curves,
     residual_curves,
 )
-from curvlab.report.figures.axes import pairs_of
-from curvlab.report.measures import ANGLE, CURVATURE, LOSS, STEP, measure_of
 from curvlab.report.numbers import byte_words, digits, percent, second_words
-from curvlab.report.pareto import candidates, front
+from curvlab.report.pareto import ANGLE, CURVATURE, LOSS, STEP, candidates, front, measure_of
 from curvlab.report.recommendation import Recommendation, recommend
 from curvlab.report.tables import (
     Table,
@@ -40,10 +39,9 @@ from curvlab.report.tables import (
     spectrum_table,
     tuning_table,
 )
-from curvlab.report.theme import Look, Theme
 from curvlab.report.training import runs, settings_words
+from curvlab.studies.compare.costs import disturbance_words
 from curvlab.studies.compare.decisions import Decision
-from curvlab.studies.compare.timing import disturbance_words
 from curvlab.studies.schema import extra_settings
 
 if TYPE_CHECKING:

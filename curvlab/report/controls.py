@@ -26,9 +26,9 @@ import pandas as pd
 
 from curvlab.report.numbers import digits, join_names, percent
 from curvlab.report.pareto import Candidate
+from curvlab.studies.compare.costs import decide_times
 from curvlab.studies.compare.decisions import ALONE, Decision, below_control
-from curvlab.studies.compare.points import Point
-from curvlab.studies.compare.timing import decide_times
+from curvlab.studies.compare.settings import Point
 
 if TYPE_CHECKING:
     from curvlab.studies.compare.frames import Comparison

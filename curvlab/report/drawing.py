@@ -1,27 +1,298 @@
-"""Axes as files: SVG that follows the page's colour scheme, and PNG.
+"""How figures are drawn: colours and lines, axes in a theme, legends, and axes as SVG and PNG files.
 
-A drawing in the `PAGE` theme has placeholder colours; here each becomes `var(--name)`, so that one inline SVG
-is right in light and in dark.
+One colour per provider, one line style and marker per solver. Known names have fixed places; all others take
+the free places in alphabetical order, so a report, its figures and two runs of it agree, third-party names
+included. The seven colours of a theme are at least 20 apart (CIELAB) in normal vision and with protan, deutan
+and tritan deficiency.
+
+Nothing here touches pyplot or matplotlib's global settings: each artist is given its colours and sizes. A
+drawing in the `PAGE` theme has placeholder colours; `svg` makes each `var(--name)`, so that one inline SVG is
+right in light and in dark.
 """
 
 from __future__ import annotations
 
 import io
 import re
-from collections.abc import Collection
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
 import matplotlib as mpl
+import pandas as pd
 from markupsafe import Markup
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.text import Text
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from curvlab.report.theme import PAGE
+from curvlab.report.numbers import digits
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+__all__ = [
+    "DARK",
+    "FONT",
+    "LIGHT",
+    "PAGE",
+    "WIDTH",
+    "Look",
+    "Theme",
+    "dress",
+    "empty",
+    "get_axes",
+    "handles",
+    "legend",
+    "log_axis",
+    "look_of",
+    "pairs_of",
+    "png",
+    "shorten",
+    "svg",
+]
 
-__all__ = ["png", "svg"]
+
+@dataclass(frozen=True)
+class Theme:
+    """The colours of a figure: text and lines, and those that tell providers apart."""
+
+    ink: str
+    muted: str
+    grid: str
+    paper: str
+    series: tuple[str, ...]
+
+    def variables(self) -> dict[str, str]:
+        """Each colour by the name of its CSS variable."""
+        named = {"ink": self.ink, "muted": self.muted, "grid": self.grid, "paper": self.paper}
+        return named | {f"series-{index}": colour for index, colour in enumerate(self.series)}
+
+
+LIGHT = Theme(
+    ink="#1d232b",
+    muted="#5a6472",
+    grid="#dde2e8",
+    paper="#ffffff",
+    series=("#08478c", "#e8811a", "#0a8562", "#c884ba", "#8f5204", "#2f9df5", "#45380e"),
+)
+DARK = Theme(
+    ink="#e8ecf1",
+    muted="#a3adba",
+    grid="#343c47",
+    paper="#161a20",
+    series=("#3b8dfa", "#f0602f", "#4fe0ae", "#c767a8", "#f7c21a", "#bfe6fb", "#f4f59a"),
+)
+# Colours that nothing else has: the page replaces each by its CSS variable, so that one drawing
+# serves light and dark.
+PAGE = Theme(
+    ink="#010203",
+    muted="#010204",
+    grid="#010205",
+    paper="#fdfcfb",
+    series=tuple(f"#0103{index:02x}" for index in range(len(LIGHT.series))),
+)
+
+PROVIDERS = {"pch-1": 0, "fisher": 1, "gauss-newton": 2, "pch-2": 3, "hessian": 4}
+SOLVERS = {"ea-cg": 0, "cg": 1, "sm-kfi": 2, "kfi": 3, "exact": 4}
+
+Dashes = tuple[float, tuple[float, ...] | None]
+LINES: tuple[Dashes, ...] = (
+    (0, None),
+    (0, (5, 2)),
+    (0, (1.2, 1.6)),
+    (0, (6, 2, 1.2, 2)),
+    (0, (9, 3)),
+    (0, (3, 1.5, 1.2, 1.5, 1.2, 1.5)),
+)
+MARKERS = ("o", "s", "^", "D", "P", "X", "v")
+
+
+@dataclass(frozen=True)
+class Look:
+    """Which place each provider and solver has, and the theme they are drawn in.
+
+    >>> look = Look.of(["pch-1", "mine"], ["ea-cg"])
+    >>> look.colour("pch-1"), look.colour("mine"), look.marker("ea-cg")
+    ('#08478c', '#2f9df5', 'o')
+    """
+
+    providers: Mapping[str, int] = field(default_factory=dict)
+    solvers: Mapping[str, int] = field(default_factory=dict)
+    theme: Theme = LIGHT
+
+    @classmethod
+    def of(cls, providers: Iterable[str], solvers: Iterable[str] = (), theme: Theme = LIGHT) -> Look:
+        """The look of these providers and solvers, in whatever order they are named."""
+        return cls(_places(providers, PROVIDERS), _places(solvers, SOLVERS), theme)
+
+    @classmethod
+    def of_frames(cls, *frames: pd.DataFrame, theme: Theme = LIGHT) -> Look:
+        """The look of all providers and solvers that occur in the `frames`."""
+        return cls.of(_values(frames, "provider"), _values(frames, "solver"), theme)
+
+    def colour(self, provider: str) -> str:
+        """The provider's colour; the muted one for none (a first-order baseline) and for a control."""
+        if provider not in self.providers:
+            return self.theme.muted
+        return self.theme.series[self.providers[provider] % len(self.theme.series)]
+
+    def line(self, solver: str) -> Dashes:
+        """The solver's dash pattern."""
+        return LINES[self.solvers[solver] % len(LINES)]
+
+    def marker(self, solver: str) -> str:
+        """The solver's marker."""
+        return MARKERS[self.solvers[solver] % len(MARKERS)]
+
+
+def _values(frames: Iterable[pd.DataFrame], column: str) -> set[str]:
+    found: set[str] = set()
+    for frame in frames:
+        if column in frame:
+            found |= {str(value) for value in frame[column].dropna() if value}
+    return found
+
+
+def _places(names: Iterable[str], known: Mapping[str, int]) -> dict[str, int]:
+    """Known names at their places, the others behind: a known place stays free for who owns it."""
+    unique = sorted(set(names))
+    others = [name for name in unique if name not in known]
+    places = {name: known[name] for name in unique if name in known}
+    free = [place for place in range(len(known) + len(unique)) if place not in known.values()]
+    return places | dict(zip(others, free, strict=False))
+
+
+FONT = 9.0
+WIDTH = 6.2  # inches of a figure that stands by itself: whole, and legible, on a phone too
+LONGEST = 34
+
+
+def get_axes(ax: Axes | None, width: float, height: float) -> Axes:
+    """The axes given, or new ones on a figure of their own, in inches."""
+    if ax is not None:
+        return ax
+    return Figure(figsize=(width, height), layout="constrained").add_subplot()
+
+
+def look_of(look: Look | None, *frames: pd.DataFrame) -> Look:
+    """The look given, or that of the frames alone."""
+    return Look.of_frames(*frames) if look is None else look
+
+
+def dress(ax: Axes, look: Look, *, grid: str = "both") -> Axes:
+    """Put on the theme: paper, ink, a light grid on the axes named and two spines."""
+    theme = look.theme
+    ax.set_facecolor(theme.paper)
+    figure = ax.get_figure(root=True)
+    if figure is not None and len(figure.axes) == 1:
+        figure.set_facecolor(theme.paper)
+    for side, spine in ax.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color(theme.muted)
+    ax.tick_params(which="both", colors=theme.muted, labelcolor=theme.ink, labelsize=FONT, length=3)
+    ax.set_axisbelow(True)
+    ax.grid(False, which="both")
+    if grid in ("x", "y", "both"):
+        ax.grid(True, which="major", axis=grid, color=theme.grid, linewidth=0.8)  # type: ignore[arg-type]
+    for label in (ax.xaxis.label, ax.yaxis.label):
+        label.set(color=theme.ink, fontsize=FONT)
+    ax.yaxis.labelpad = 7
+    for text in ax.findobj(Text):
+        text.set_parse_math(False)  # a name of the user's may have dollars in it
+    return ax
+
+
+def empty(ax: Axes, look: Look, reason: str) -> Axes:
+    """Axes that say why there is nothing to draw."""
+    dress(ax, look, grid="none")
+    ax.set(xticks=[], yticks=[])
+    for spine in ax.spines.values():
+        spine.set_visible(False)
+    ax.text(
+        0.5,
+        0.5,
+        reason,
+        transform=ax.transAxes,
+        ha="center",
+        va="center",
+        color=look.theme.muted,
+        fontsize=FONT,
+    )
+    return ax
+
+
+def log_axis(ax: Axes, axis: str) -> None:
+    """A logarithmic axis whose ticks are plain numbers: browsers set mathematical text badly."""
+    (ax.set_xscale if axis == "x" else ax.set_yscale)("log")
+    which = ax.xaxis if axis == "x" else ax.yaxis
+    low, high = sorted(ax.get_xlim() if axis == "x" else ax.get_ylim())
+    decades = high / max(low, 1e-300)
+    if decades < 100:
+        which.set_major_locator(LogLocator(subs=(1, 2, 5) if decades > 4 else (1, 1.5, 2, 3, 4, 5, 6, 8)))
+    which.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
+    which.set_minor_formatter(NullFormatter())
+
+
+def handles(look: Look, providers: Iterable[str], solvers: Iterable[str], *, lines: bool) -> list[Artist]:
+    """Legend entries: one swatch per provider, then one line or marker per solver."""
+    ink = look.theme.ink
+    swatches: list[Artist] = [Patch(color=look.colour(name), label=shorten(name)) for name in providers]
+    marks: list[Artist] = [
+        Line2D(
+            [],
+            [],
+            color=ink,
+            marker=look.marker(name),
+            markersize=4.5,
+            linestyle=look.line(name) if lines else "none",  # type: ignore[arg-type]
+            linewidth=1.4,
+            label=shorten(name),
+        )
+        for name in solvers
+    ]
+    return swatches + marks
+
+
+def legend(ax: Axes, look: Look, entries: Sequence[Artist], *, columns: int = 0) -> None:
+    """A legend where it covers nothing: to the right of the axes, or below them in `columns`."""
+    height = ax.get_figure(root=True).get_figheight()  # type: ignore[union-attr]
+    under = -0.6 / max(height - 0.9, 0.5)  # the ticks and the label of the axis, in heights of the axes
+    below = {"loc": "upper left", "bbox_to_anchor": (0.0, under), "ncols": columns, "columnspacing": 1.4}
+    beside = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0)}
+    box = ax.legend(
+        handles=list(entries),
+        **(below if columns else beside),
+        frameon=False,
+        fontsize=FONT,
+        labelcolor=look.theme.ink,
+        handlelength=2.6,
+        borderaxespad=0.0,
+    )
+    for text in box.get_texts():
+        text.set_parse_math(False)
+
+
+def pairs_of(frame: pd.DataFrame) -> list[tuple[str, str]]:
+    """The pairs (provider, solver) of the frame, in its order."""
+    return list(dict.fromkeys(zip(frame["provider"].astype(str), frame["solver"].astype(str), strict=True)))
+
+
+def shorten(name: str) -> str:
+    """A name that fits a legend or an axis, on one line."""
+    name = " ".join(name.split())
+    return name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…"
+
+
+def _tick(value: float) -> str:
+    text = digits(value, 2)
+    return (
+        text.rstrip("0").rstrip(".")
+        if "." in text and "e" not in text
+        else text.replace(".0e", "e").replace("e-0", "e-")
+    )
+
 
 # Text stays text: it can be selected, read aloud and set in the page's own font.
 SETTINGS = {"svg.fonttype": "none", "svg.hashsalt": "curvlab"}
@@ -33,8 +304,8 @@ NO_METADATA = {"Creator": None, "Date": None, "Format": None, "Type": None}
 def svg(ax: Axes, name: str, description: str) -> Markup:
     """The figure of `ax` as an inline SVG; `name` keeps its identifiers apart from other figures'.
 
-    >>> from curvlab.report.theme import Look
-    >>> from curvlab.report.figures.axes import dress, get_axes
+    >>> from curvlab.report.drawing import Look
+    >>> from curvlab.report.drawing import dress, get_axes
     >>> drawing = svg(dress(get_axes(None, 3, 2), Look(theme=PAGE)), "plain", "Nothing")
     >>> drawing.startswith('<svg role="img" aria-label="Nothing"'), "var(--ink)" in drawing
     (True, True)

@@ -20,9 +20,8 @@ from markupsafe import Markup, escape
 
 from curvlab.files import write_bytes_atomic, write_text_atomic
 from curvlab.report.content import Content, content_of
-from curvlab.report.drawing import png, svg
+from curvlab.report.drawing import DARK, LIGHT, PAGE, Theme, png, svg
 from curvlab.report.tables import Table
-from curvlab.report.theme import DARK, LIGHT, PAGE, Theme
 from curvlab.version import __version__
 
 if TYPE_CHECKING:

@@ -1,29 +1,49 @@
-"""The Pareto front of cost against a measure of error, with ties that respect the measured spread.
+"""What a pair costs and how far off it is: the Pareto front of cost against a measure of error.
 
-Two times differ where the interval of their paired differences, round by round, leaves out zero; with fewer
-than three rounds, where their medians differ by more than the larger of the two interquartile ranges.
-Otherwise there is no difference beyond the noise. Errors are computed, not sampled: two are the same when
-they agree to one part in a thousand.
+Four measures of error, by the first of which that is known pairs are compared:
+
+    angle       min_t ‖t d − n‖ / ‖n‖     the pair's step d at its best scale; n: the exact damped Newton step
+    step        ‖d − n‖ / ‖n‖             the same as the step is taken
+    loss        L(θ + ηd) / L(θ)          what a step leaves of the loss, at the best step size η
+    curvature   ‖B̃ − |B|‖ / ‖|B|‖         the provider's bias blocks against the absolute Hessian's
+
+The first two need the Newton step, the third exists for every network, and the last, the paper's yardstick,
+is the same for every solver: by it only time tells solvers apart. (Folders of earlier releases have the
+second and the last.)
+
+Ties on the front respect the measured spread. Two times differ where the interval of their paired
+differences, round by round, leaves out zero; with fewer than three rounds, where their medians differ by more
+than the larger of the two interquartile ranges. Otherwise there is no difference beyond the noise. Errors are
+computed, not sampled: two are the same when they agree to one part in a thousand.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pandas as pd
 
+from curvlab.report.numbers import percent
+from curvlab.studies.compare.costs import ROUNDS
 from curvlab.studies.compare.decisions import Decision
-from curvlab.studies.compare.timing import ROUNDS
 
 __all__ = [
+    "ANGLE",
     "BARGAIN",
+    "CURVATURE",
+    "LOSS",
+    "MEASURES",
+    "STEP",
     "Candidate",
+    "Measure",
     "best_by_price",
     "candidates",
+    "curvature_words",
     "front",
     "level_with",
+    "measure_of",
     "undominated",
     "zero_step_pairs",
 ]
@@ -95,7 +115,7 @@ def candidates(
 ) -> list[Candidate]:
     """The cells that finished with a step and a known cost, with the column `error` as their error.
 
-    `times` decides between costs, from paired rounds (`curvlab.studies.compare.timing.decide_times`).
+    `times` decides between costs, from paired rounds (`curvlab.studies.compare.costs.decide_times`).
     """
     finished = cells[(cells["status"] == "ok") & cells["total_seconds"].notna() & ~_zero(cells)]
     return [
@@ -187,3 +207,120 @@ def _zero(cells: pd.DataFrame) -> pd.Series[bool]:
 
 def _known(spread: float) -> float:
     return float(spread) if pd.notna(spread) else 0.0
+
+
+FLOOR = 0.01  # what is closer counts as this: an exact solve must not win at any price
+NOTICEABLE = 1e-3  # less between H and |H| is rounding, not an indefinite Hessian
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A measure of accuracy: its column in the frame of cells, its words, and its price of a pair.
+
+    `noun` is what it is called for short, `basis` after "by time and", `closer` after "none", `rule` after
+    "of the pairs on the front it", `axis` on a figure.
+    """
+
+    column: str
+    noun: str
+    basis: str
+    closer: str
+    rule: str
+    axis: str
+    definition: str
+    price: Callable[[Candidate], float]
+
+
+def measure_of(cells: pd.DataFrame) -> Measure:
+    """What pairs are compared by: the first measure that is known of any pair.
+
+    >>> frame = pd.DataFrame({"provider": ["a"], "solver": ["s"], "status": ["ok"], "total_seconds": [1.0],
+    ...     "total_iqr": [0.1], "distance": [float("nan")]})
+    >>> measure_of(frame).noun
+    'error'
+    """
+    for measure in (ANGLE, STEP, LOSS):
+        if any(not math.isnan(pair.error) for pair in candidates(cells, measure.column)):
+            return measure
+    return CURVATURE
+
+
+def curvature_words(provider: str, error: float) -> str:
+    """How far a provider's blocks are from |H|; of the exact Hessian that is no error of its own.
+
+    >>> curvature_words("pch-1", 0.034)
+    'its bias blocks are 3.40 % from those of the absolute Hessian |H|'
+    >>> curvature_words("hessian", 1.93)
+    'its blocks are exact, and indefinite: 193 % from their own absolute values |H|, which is no error'
+    """
+    if provider.partition("[")[0] != "hessian":
+        return f"its bias blocks are {percent(error)} from those of the absolute Hessian |H|"
+    if error < NOTICEABLE:
+        return "its blocks are exact"
+    apart = f"{percent(error)} from their own absolute values |H|"
+    return f"its blocks are exact, and indefinite: {apart}, which is no error"
+
+
+def _time_per_halving(pair: Candidate) -> float:
+    """Seconds for each halving of the way to the Newton point, of which a step at distance δ leaves δ.
+
+    >>> _time_per_halving(Candidate("p", "s", cost=3.0, spread=0.0, error=0.125))
+    1.0
+    """
+    distance = max(pair.error, FLOOR)
+    return pair.cost / math.log2(1 / distance) if distance < 1 else math.inf
+
+
+def _product(pair: Candidate) -> float:
+    """Seconds times error: twice the time for half the error is an even trade."""
+    return pair.cost * max(pair.error, FLOOR)
+
+
+STEP = Measure(
+    column="distance",
+    noun="distance",
+    basis="distance to the Newton step",
+    closer="is closer to the Newton step",
+    rule=f"is the most accurate that needs up to {BARGAIN:g} × the least time for each halving of the way to "
+    "the Newton point (a step at distance 25 % halves it twice; under 1 % counts as 1 %)",
+    axis="distance to the Newton step (%)",
+    definition="Distance to the Newton step: ‖d − n‖ / ‖n‖ of the pair's step d and the step n that solves "
+    "((1−α)H + αI) n = −g with the exact Hessian, block by block. It depends on the provider and on the "
+    "solver; no step at all is at 100 %.",
+    price=_time_per_halving,
+)
+ANGLE = replace(
+    STEP,
+    column="sine",
+    noun="angle",
+    basis="angle to the Newton step",
+    axis="distance to the Newton step, best scale (%)",
+    definition="Angle: min over t of ‖t d − n‖ / ‖n‖, the distance that is left at the best scale of the "
+    "pair's step d, the sine of its angle to the exact damped Newton step n: learning rates are tuned.",
+)
+LOSS = Measure(
+    column="loss_left",
+    noun="loss that is left",
+    basis="decrease of the loss",
+    closer="lowers the loss more",
+    rule=f"is the most accurate that needs up to {BARGAIN:g} × the least time for each halving of the loss",
+    axis="loss that a step leaves, best step size (%)",
+    definition="Decrease of the loss: 1 − L(θ + ηd) / L(θ) on the batch that the step d is from, at the best "
+    "step size η; on another batch at that same η.",
+    price=_time_per_halving,
+)
+CURVATURE = Measure(
+    column="error_relative",
+    noun="error",
+    basis="error of the curvature (bias blocks, from the absolute Hessian |H|)",
+    closer="has a smaller error",
+    rule=f"is the most accurate of those whose product of the two is up to {BARGAIN:g} × the smallest "
+    "(errors under 1 % count as 1 %)",
+    axis="bias blocks: distance from |H| (%)",
+    definition="Error: ‖B̃ − |B|‖ / ‖|B|‖ in the Frobenius norm, how far the provider's bias blocks B̃ are "
+    "from those of the absolute Hessian |H|, which has the absolute eigenvalues of the exact blocks B (the "
+    "paper's yardstick). It is the same for every solver; of hessian, whose blocks are exact, it shows "
+    "negative curvature.",
+    price=_product,
+)
+MEASURES = {measure.column: measure for measure in (ANGLE, STEP, LOSS, CURVATURE)}

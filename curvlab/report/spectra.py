@@ -8,13 +8,12 @@ from matplotlib.axes import Axes
 
 from curvlab.files import set_file_aside, write_text_atomic
 from curvlab.report.content import Answer, Content, Drawing, Section
-from curvlab.report.figures.axes import dress, get_axes, log_axis
+from curvlab.report.drawing import Look, dress, get_axes, log_axis
 from curvlab.report.numbers import digits
 from curvlab.report.pages import write_pages
 from curvlab.report.tables import frame_table, mapping_table
-from curvlab.report.theme import Look
-from curvlab.studies.run_lock import run_lock
 from curvlab.studies.small.spectra import SpectrumStudy
+from curvlab.studies.store import run_lock
 
 __all__ = ["spectrum_content", "write_spectrum"]
 

@@ -8,11 +8,10 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from curvlab.report.content import Answer, Content, Drawing, Section
-from curvlab.report.figures.axes import WIDTH, dress, get_axes
+from curvlab.report.drawing import WIDTH, Look, dress, get_axes
 from curvlab.report.numbers import digits
 from curvlab.report.pages import write_pages
 from curvlab.report.tables import frame_table
-from curvlab.report.theme import Look
 
 __all__ = ["tracking_content", "write_tracking"]
 

@@ -18,7 +18,7 @@ import pandas as pd
 
 from curvlab.report.numbers import count_words, digits, join_names, second_words, sentence
 from curvlab.studies.compare.decisions import decide
-from curvlab.studies.train.columns import RATES, rate_words
+from curvlab.studies.train.plan import RATES, rate_words
 
 __all__ = ["CLOSE", "Run", "bands", "leaders", "race_ends", "runs", "settings_words", "training_words"]
 

@@ -17,16 +17,15 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from curvlab.report.content import Answer, Content, Drawing, Section
+from curvlab.report.drawing import Look
 from curvlab.report.figures import convergence_curves
 from curvlab.report.numbers import digits, join_names, percent
 from curvlab.report.tables import convergence_table
-from curvlab.report.theme import Look
 from curvlab.reproduce.experiment import Experiment, ExperimentTask, Outcome, Places, Show, rows_of
 from curvlab.reproduce.subjects import Options, Role, Scale, subject
 from curvlab.studies.store import Store
-from curvlab.studies.train.columns import rates_of
 from curvlab.studies.train.folder import frame_of
-from curvlab.studies.train.plan import TrainPlan
+from curvlab.studies.train.plan import TrainPlan, rates_of
 from curvlab.studies.train.run import TrainProgress, TrainRun, train
 
 if TYPE_CHECKING:

@@ -20,10 +20,9 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from curvlab.report.content import Answer, Content, Drawing, Section
-from curvlab.report.figures.axes import FONT, dress, log_axis, shorten
+from curvlab.report.drawing import FONT, Look, dress, log_axis, shorten
 from curvlab.report.numbers import MISSING, digits, join_names, percent
 from curvlab.report.tables import Entry, Table
-from curvlab.report.theme import Look
 from curvlab.reproduce.error_statistics import INNER, PHASES, ROUNDING, averages, share_of, with_phases
 from curvlab.reproduce.error_trajectory import PROVIDERS, Sampling, Trajectory, errors_frame
 from curvlab.reproduce.experiment import Experiment, ExperimentTask, Outcome, rows_of

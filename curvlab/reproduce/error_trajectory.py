@@ -16,7 +16,7 @@ from typing import Any
 import pandas as pd
 from torch import Tensor
 
-from curvlab.measure.source import source_hash
+from curvlab.measure.environment import source_hash
 from curvlab.problem import Problem
 from curvlab.reproduce.experiment import Places, Row, Show
 from curvlab.studies.small.errors import TOTAL, errors

@@ -23,8 +23,8 @@ from typing import Any, Literal, Protocol
 import pandas as pd
 
 from curvlab.report.content import Answer, Content, Section
+from curvlab.report.drawing import Look
 from curvlab.report.tables import mapping_table
-from curvlab.report.theme import Look
 from curvlab.reproduce.subjects import Options
 from curvlab.studies.store import Row, Store
 

@@ -6,10 +6,10 @@ from collections import Counter
 from pathlib import Path
 
 from curvlab.report.content import Answer, Content, Section
+from curvlab.report.drawing import Look
 from curvlab.report.numbers import join_names
 from curvlab.report.pages import write_pages
 from curvlab.report.tables import Entry, Table
-from curvlab.report.theme import Look
 from curvlab.reproduce.experiment import Claim, Experiment, Frames, Judgement
 from curvlab.reproduce.experiments import claims, experiments
 from curvlab.reproduce.provenance import BANNER, Provenance

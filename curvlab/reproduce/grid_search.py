@@ -15,9 +15,9 @@ import pandas as pd
 
 from curvlab import specs
 from curvlab.report.content import Answer, Content, Section
+from curvlab.report.drawing import Look
 from curvlab.report.numbers import digits, join_names, percent
 from curvlab.report.tables import Entry, Table
-from curvlab.report.theme import Look
 from curvlab.reproduce.curve_figures import TrainingRun, curves_frame
 from curvlab.reproduce.experiment import Experiment, ExperimentTask, Outcome, rows_of
 from curvlab.reproduce.grid_study import GridStudy

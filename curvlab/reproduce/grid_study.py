@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from curvlab.exceptions import SpecError
+from curvlab.files import read_settings
 from curvlab.reproduce.paper import GRID
 from curvlab.studies.setup import Setup
-from curvlab.studies.toml import read_settings
 from curvlab.studies.train.plan import TrainPlan
 
 __all__ = ["AXES", "GridStudy", "parse_only"]

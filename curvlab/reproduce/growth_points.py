@@ -16,7 +16,7 @@ is a frozen task that names everything by value, so that it runs in any process.
 Seconds are processor time of the thread, with one torch thread: other work on the machine changes them
 little. They are medians over calls that each start from a pass of which nothing has been computed. Bytes are
 those of the tensors that the call makes, at their peak, and for a solve those of B; operations are those of
-`curvlab.measure.flops`, so element-wise work counts as none. Both are counted in a call of their own.
+`curvlab.measure.operations`, so element-wise work counts as none. Both are counted in a call of their own.
 
 One more question of Table 1 is whether KFI fits an 11 GB card at 150,528 inputs. The paper says that it does
 not; `curvlab plan` is asked (`card_frame`). The paper's network 150528-1024-512-256-128-64-32-16-10 at batch
@@ -41,17 +41,16 @@ from torch import Tensor
 
 from curvlab.architectures import FCNN
 from curvlab.exceptions import SolveError
-from curvlab.measure.collector import collector_off
-from curvlab.measure.flops import counting
-from curvlab.measure.memory import Allocation, Tracker, track
-from curvlab.measure.source import source_hash
+from curvlab.measure.environment import source_hash
+from curvlab.measure.memory import Allocation, Tracker, collector_off, track
+from curvlab.measure.operations import counting
 from curvlab.problem import Problem
 from curvlab.providers import estimate
 from curvlab.reproduce.experiment import Places, Row, Show
 from curvlab.reproduce.growth_sweeps import ITERATIVE, SAMPLE_SPACE, SCALES, TEXTBOOK, Sizes, sweeps
 from curvlab.solvers import Solution, Solver, solve
 from curvlab.solvers.registry import solvers
-from curvlab.studies.compare.resources import fresh
+from curvlab.studies.compare.costs import fresh
 from curvlab.studies.setup import Setup
 from curvlab.studies.small.fake_problem import fake_problem
 from curvlab.studies.small.plan import FORMS, bytes_of, plan

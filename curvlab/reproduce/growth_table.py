@@ -19,12 +19,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from curvlab.measure.source import source_hash
+from curvlab.measure.environment import source_hash
 from curvlab.report.content import Answer, Content, Drawing, Section
-from curvlab.report.figures.axes import FONT, dress, log_axis
+from curvlab.report.drawing import FONT, LIGHT, MARKERS, Look, Theme, dress, log_axis
 from curvlab.report.numbers import digits, join_names
 from curvlab.report.tables import Entry, Table
-from curvlab.report.theme import LIGHT, MARKERS, Look, Theme
 from curvlab.reproduce.experiment import (
     Claim,
     Experiment,

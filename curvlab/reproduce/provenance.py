@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from curvlab.measure.source import distinct_sources, mixed_sources
+from curvlab.measure.environment import distinct_sources, mixed_sources
 from curvlab.report.content import Content
 from curvlab.report.numbers import join_names
 from curvlab.reproduce.experiment import ENVIRONMENT, Frames

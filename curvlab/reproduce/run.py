@@ -16,7 +16,7 @@ from concurrent.futures import Executor
 from functools import partial
 from pathlib import Path
 
-from curvlab.files import write_text_atomic
+from curvlab.files import csv_text, write_text_atomic
 from curvlab.measure.environment import environment
 from curvlab.report.pages import write_pages
 from curvlab.reproduce.experiment import ENVIRONMENT, Experiment, ExperimentTask, Outcome, Places, Show
@@ -24,9 +24,7 @@ from curvlab.reproduce.experiments import experiment_named
 from curvlab.reproduce.provenance import Provenance, record_scale
 from curvlab.reproduce.subjects import Options
 from curvlab.studies.executor import Place, Workers
-from curvlab.studies.run_lock import run_lock
-from curvlab.studies.spreadsheet import csv_text
-from curvlab.studies.store import Store, edited_rows_refused, key_of
+from curvlab.studies.store import Store, edited_rows_refused, key_of, run_lock
 
 __all__ = ["DEFAULT_OUTPUT", "command_of", "reproduce", "work_folder", "write_experiment"]
 

@@ -1,15 +1,20 @@
-"""The setup of a study: model, data and criterion by name, resolved once and built from a seed.
+"""The setup of a study: model, data and criterion by name, resolved once, built from a seed or a checkpoint.
 
 Everything a run depends on is a field, so that equal setups are equal values with one canonical form;
 what is left open is filled in by `resolve` (the architecture that fits the data, the device of `auto`).
 Torch and all that needs it is imported when something is resolved or built: help pages read the fields.
+
+A checkpoint may be anybody's: a state dict, as safetensors or torch.save writes it. Nothing in the file is
+run: torch's own format is read with `weights_only`. What does not fit the model is refused, also what torch
+would cast without a word, such as complex or integer weights.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from curvlab import imports
@@ -25,7 +30,7 @@ if TYPE_CHECKING:
     from curvlab.data import Dataset, InputKind
     from curvlab.problem import Problem
 
-__all__ = ["SETUP", "Setup", "check_seed"]
+__all__ = ["SETUP", "Setup", "check_seed", "load_weights"]
 
 # Examples of images and of sequences have many rows each, and their networks take long.
 USUAL_BATCH: dict[str, int] = {"rows": 500, "images": 16, "tokens": 16}
@@ -291,3 +296,79 @@ def _move(values: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
 
 SETUP = settings_of(Setup)
 """The settings that every command shares: what is studied."""
+
+
+WRAPPINGS = ("state_dict", "model_state_dict", "model")
+
+
+def load_weights(model: nn.Module, path: str | Path) -> None:
+    """Give the model the weights of a file; one that wraps its state dict in a dictionary is understood.
+
+    >>> import tempfile, torch
+    >>> path = Path(tempfile.mkdtemp()) / "state.pt"
+    >>> torch.save({"model": torch.nn.Linear(2, 1).state_dict()}, path)
+    >>> load_weights(torch.nn.Linear(2, 1), path)
+    """
+    path = Path(path)
+    if not path.is_file():  # a pipe would be waited for, and a device read without end
+        raise SpecError(f"checkpoint {path} cannot be read: it is no file. Give the path of a state dict")
+    state = _read(path)
+    for name in WRAPPINGS:
+        if isinstance(state, Mapping) and isinstance(state.get(name), Mapping):
+            state = state[name]
+    _check(state, model, path)
+    try:
+        model.load_state_dict(state)
+    # A module's own hooks read what they like of it.
+    except Exception as error:
+        raise _misfit(path, error) from error
+
+
+def _read(path: Path) -> Any:
+    import torch
+
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            return load_file(path)
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        # Torch's sentences go on with how to run what is in the file.
+        reason = str(error).partition("\n")[0].partition(". ")[0] or "it is empty or cut off"
+        raise SpecError(
+            f"checkpoint {path} cannot be read ({type(error).__name__}: {reason}); expected a state dict, as "
+            f"safetensors or as torch.save(model.state_dict(), …) writes it"
+        ) from error
+
+
+def _check(state: Any, model: nn.Module, path: Path) -> None:
+    """Refuse what torch would cast without a word, or refuse at the length of a page."""
+    import torch
+
+    if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
+        raise _misfit(path, f"expected weights by name, got a {type(state).__name__}")
+    own: Mapping[str, Tensor] = model.state_dict()
+    for name, value in own.items():
+        given = state.get(name)
+        if not isinstance(value, torch.Tensor) or given is None:
+            continue  # the state of a module's own, or missing, which torch says
+        if not isinstance(given, torch.Tensor):
+            raise _misfit(path, f"`{name}` is a {type(given).__name__}, not a tensor")
+        if given.layout != torch.strided or given.device.type == "meta":
+            kind = "without values" if given.device.type == "meta" else str(given.layout)
+            raise _misfit(path, f"`{name}` is a tensor that is {kind}; expected a dense one")
+        if given.shape != value.shape:
+            raise _misfit(
+                path, f"`{name}` has shape {tuple(given.shape)}; the model's is {tuple(value.shape)}"
+            )
+        if (given.is_complex(), given.is_floating_point()) != (value.is_complex(), value.is_floating_point()):
+            raise _misfit(path, f"`{name}` is {given.dtype}; the model's is {value.dtype}")
+
+
+def _misfit(path: Path, reason: object) -> SpecError:
+    words = " ".join(str(reason).split())[:300]
+    return SpecError(
+        f"checkpoint {path} is not the state of this model: {words}. Save it with "
+        f"torch.save(model.state_dict(), path)"
+    )

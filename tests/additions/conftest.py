@@ -16,8 +16,8 @@ from curvlab import specs as registry_module
 from curvlab.cli import main
 from curvlab.specs import Registry
 from curvlab.studies import schema
-from curvlab.studies.compare.folder import load_comparison
 from curvlab.studies.compare.frames import Comparison
+from curvlab.studies.compare.run import load_comparison
 
 TINY = (
     "--arch",

@@ -33,8 +33,7 @@ from curvlab.exceptions import CurvlabError, SpecError
 from curvlab.providers.registry import providers
 from curvlab.reproduce.grid_study import GridStudy
 from curvlab.solvers.registry import solvers
-from curvlab.studies.compare.folder import load_comparison
-from curvlab.studies.compare.run import compare
+from curvlab.studies.compare.run import compare, load_comparison
 from curvlab.studies.compare.settings import all_settings
 from curvlab.studies.executor import executors
 from curvlab.studies.store import Store

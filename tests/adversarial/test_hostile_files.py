@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 import curvlab
 from curvlab.data import dataset
-from curvlab.data.archive import unpack
+from curvlab.data.download import unpack
 from curvlab.exceptions import CurvlabError
 from tests.adversarial.outcomes import HangError, Judge, time_limit
 

@@ -11,8 +11,7 @@ from PIL import Image
 
 from curvlab.data import dataset
 from curvlab.data.dataset import Batches, Examples
-from curvlab.data.inputs import FileInputs
-from curvlab.data.standardise import Standardisation
+from curvlab.data.inputs import FileInputs, Standardisation
 from curvlab.measure.device import send
 from tests.simdev.device import Sim
 

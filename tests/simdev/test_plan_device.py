@@ -6,7 +6,7 @@ import pytest
 
 import curvlab
 from curvlab.linalg.execution import host_costs
-from curvlab.studies.compare.resources import Pair, fresh
+from curvlab.studies.compare.costs import Pair, fresh
 from tests.simdev.cases import problem, seeded
 from tests.simdev.device import Sim
 

@@ -15,8 +15,7 @@ from curvlab.linalg.inverse import cholesky_shifted
 from curvlab.measure import device as devices
 from curvlab.measure.stopwatch import interleaved, timed
 from curvlab.optim import SecondOrder
-from curvlab.studies.compare.resources import Pair, fresh, memory, usage
-from curvlab.studies.compare.timing import Stopwatch
+from curvlab.studies.compare.costs import Pair, Stopwatch, fresh, memory, usage
 from curvlab.studies.setup import Setup
 from curvlab.studies.train.plan import TrainPlan
 from curvlab.studies.train.run import train

@@ -6,17 +6,16 @@ which `.get_figure()` gives) and an optional `Look` (shared colours, light or da
 
 from __future__ import annotations
 
-from curvlab.report.figures.bars import cost_bars, memory_bars
 from curvlab.report.figures.curves import (
     convergence_curves,
+    damping_curves,
+    eigenvalue_points,
     learning_curve,
     learning_curve_png,
+    point_curves,
     residual_curves,
 )
-from curvlab.report.figures.heatmap import error_heatmap
-from curvlab.report.figures.scatter import pareto_scatter
-from curvlab.report.figures.spectra import eigenvalue_points
-from curvlab.report.figures.steps import damping_curves, point_curves
+from curvlab.report.figures.pairs import cost_bars, error_heatmap, memory_bars, pareto_scatter
 
 __all__ = [
     "convergence_curves",

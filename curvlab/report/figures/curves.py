@@ -1,4 +1,10 @@
-"""Curves: loss or accuracy against epochs or seconds, and residuals against the iteration of the solver."""
+"""Figures with one line per pair, provider or optimizer.
+
+convergence    loss or accuracy against epochs or seconds
+residuals      against the iteration of the solver
+steps          what steps do as the damping changes, and as training goes on, the gradient in grey
+eigenvalues    the largest and the median one of every layer, beside the damping
+"""
 
 from __future__ import annotations
 
@@ -12,10 +18,11 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from curvlab.report.drawing import png
-from curvlab.report.figures.axes import (
+from curvlab.report.drawing import (
     FONT,
+    LINES,
     WIDTH,
+    Look,
     dress,
     empty,
     get_axes,
@@ -23,15 +30,23 @@ from curvlab.report.figures.axes import (
     legend,
     log_axis,
     look_of,
+    png,
     shorten,
 )
-from curvlab.report.theme import LINES, Look
 from curvlab.report.training import bands
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["convergence_curves", "learning_curve", "learning_curve_png", "residual_curves"]
+__all__ = [
+    "convergence_curves",
+    "damping_curves",
+    "eigenvalue_points",
+    "learning_curve",
+    "learning_curve_png",
+    "point_curves",
+    "residual_curves",
+]
 
 SIZE = (5.0, 4.2)
 COLUMNS = 3  # of the legend, below: curves stand in pairs, and a legend beside them would halve them
@@ -186,3 +201,151 @@ def _distinct_names(frame: pd.DataFrame, column: str) -> list[str]:
 def learning_curve_png(run: pd.DataFrame, title: str) -> bytes:
     """The learning curve of one run as a PNG file."""
     return png(learning_curve(run, title), dots_per_inch=110)
+
+
+STEP_SIZE = (5.0, 4.0)
+GRADIENT = "identity"
+STEP_LABELS = {
+    "sine": "distance to the Newton step (%)",
+    "decrease": "decrease, best step size (%)",
+    "decrease_full": "decrease, step size 1 (%)",
+    "predicted": "predicted decrease, step size 1 (%)",
+    "weight_relative": "weight blocks: distance from H (%)",
+    "error_relative": "bias blocks: distance from |H| (%)",
+}
+
+
+def damping_curves(
+    dampings: pd.DataFrame, ax: Axes | None = None, look: Look | None = None, *, measure: str = "sine"
+) -> Axes:
+    """`measure` in per cent against α, one line per pair; the control is grey.
+
+    >>> frame = pd.DataFrame({"provider": "pch-1", "solver": "kfi", "alpha": [0.01, 0.1], "sine": [0.5, 0.2]})
+    >>> damping_curves(frame).get_xlabel()
+    'damping α'
+    """
+    ax, look = get_axes(ax, *STEP_SIZE), look_of(look, dampings[dampings["solver"] != ""])
+    known = dampings[np.isfinite(dampings[measure].astype(float))]
+    if known.empty:
+        return empty(ax, look, "not known at any damping")
+    for (provider, solver), group in known.groupby(["provider", "solver"], sort=False):
+        ordered = group.sort_values("alpha")
+        _line(ax, look, ordered["alpha"], 100 * ordered[measure], str(provider), str(solver))
+    if measure in ("decrease_full", "predicted"):
+        _cut_below(ax, 100 * known[measure].astype(float))
+    ax.set(xlabel="damping α", ylabel=STEP_LABELS.get(measure, measure))
+    log_axis(ax, "x")
+    return _finish(ax, look, known)
+
+
+def _cut_below(ax: Axes, values: pd.Series[float]) -> None:
+    """End the axis at -100 %: what raises the loss further is as useless, and would hide all the rest."""
+    if ax.get_ylim()[0] < -100:
+        high = max(float(values.max()), 0.0)
+        ax.set_ylim(-100, high + 0.05 * (high + 100))
+
+
+def point_curves(
+    points: pd.DataFrame, ax: Axes | None = None, look: Look | None = None, *, measure: str = "sine"
+) -> Axes:
+    """`measure` in per cent at each point of the training, in the order in which they were asked for.
+
+    >>> frame = pd.DataFrame({"provider": "pch-1", "solver": "kfi", "point": ["init", "epoch:1"],
+    ...     "sine": [0.5, 0.2]})
+    >>> [label.get_text() for label in point_curves(frame).get_xticklabels()]
+    ['init', 'epoch:1']
+    """
+    ax, look = get_axes(ax, *STEP_SIZE), look_of(look, points[points["solver"] != ""])
+    names = list(dict.fromkeys(points["point"]))
+    known = points[np.isfinite(points[measure].astype(float))]
+    if known.empty:
+        return empty(ax, look, "not known at any point")
+    if measure in ("weight_relative", "error_relative"):  # of a provider, whatever the solver
+        known = known.drop_duplicates(["provider", "point"]).assign(solver=known["solver"].iloc[0])
+    for (provider, solver), group in known.groupby(["provider", "solver"], sort=False):
+        places = [names.index(point) for point in group["point"]]
+        _line(ax, look, places, 100 * group[measure], str(provider), str(solver))
+    ax.set_xticks(range(len(names)), names)
+    ax.set(ylabel=STEP_LABELS.get(measure, measure), ylim=(min(0, ax.get_ylim()[0]), None))
+    return _finish(ax, look, known)
+
+
+def _line(ax: Axes, look: Look, x: object, y: object, provider: str, solver: str) -> None:
+    if provider == GRADIENT:
+        ax.plot(x, y, color=look.theme.muted, linewidth=3, alpha=0.8, zorder=1)  # type: ignore[arg-type]
+        return
+    ax.plot(
+        x,  # type: ignore[arg-type]
+        y,  # type: ignore[arg-type]
+        color=look.colour(provider),
+        linestyle=look.line(solver) if solver else "-",
+        marker=look.marker(solver) if solver else "o",
+        markersize=4,
+        linewidth=1.4,
+    )
+
+
+def _finish(ax: Axes, look: Look, known: pd.DataFrame) -> Axes:
+    dress(ax, look)
+    pairs = known[(known["solver"] != "") & (known["provider"] != GRADIENT)]
+    providers, solvers = (list(dict.fromkeys(pairs[name].astype(str))) for name in ("provider", "solver"))
+    entries: list[Artist] = handles(look, providers, solvers, lines=True)
+    if (known["provider"] == GRADIENT).any():
+        entries.append(Line2D([], [], color=look.theme.muted, linewidth=3, label="gradient"))
+    legend(ax, look, entries, columns=3)
+    return ax
+
+
+LAYERS_SIZE, MOST = (7.0, 4.0), 24
+KINDS = {"largest": "-", "median": ":"}
+
+
+def eigenvalue_points(
+    spectra: pd.DataFrame, ax: Axes | None = None, look: Look | None = None, *, alpha: float | None = None
+) -> Axes:
+    """The largest eigenvalue of each layer (solid) and its median one (dotted), by provider.
+
+    Below the grey line, α/(1-α), the damping is larger than what it damps. Only positive values are drawn,
+    on a logarithmic axis. Lines are the thinner the later they come, so that equal ones are seen.
+
+    >>> frame = pd.DataFrame({"provider": "fisher", "layer": ["0", "2"], "largest": [0.3, 2.0],
+    ...     "median": [0.001, 0.02]})
+    >>> [label.get_text() for label in eigenvalue_points(frame, alpha=0.1).get_xticklabels()]
+    ['0', '2']
+    """
+    layers = list(dict.fromkeys(spectra["layer"].astype(str)))
+    ax, look = get_axes(ax, *LAYERS_SIZE), look_of(look, spectra.assign(solver=""))
+    if not (spectra["largest"].astype(float) > 0).any():
+        return empty(ax, look, "no layer has a positive eigenvalue")
+    providers = list(dict.fromkeys(spectra["provider"].astype(str)))
+    for rank, provider in enumerate(reversed(providers)):
+        own = spectra[spectra["provider"] == provider]
+        places = own["layer"].astype(str).map(layers.index).to_numpy()
+        for column, line in KINDS.items():
+            values = own[column].astype(float).to_numpy()
+            shown = np.where(values > 0, values, np.nan)
+            ax.plot(
+                places,
+                shown,
+                color=look.colour(provider),
+                linestyle=line,
+                marker="o",
+                markersize=4 + 1.6 * min(rank, 3),
+                linewidth=1.4 + 0.9 * min(rank, 3),
+                zorder=2 + len(providers) - rank,
+            )
+    ends: list[Artist] = [
+        Line2D([], [], color=look.theme.ink, linestyle=line, label=f"{column} eigenvalue")  # type: ignore[arg-type]
+        for column, line in KINDS.items()
+    ]
+    if alpha is not None and 0 < alpha < 1:
+        ax.axhline(alpha / (1 - alpha), color=look.theme.muted, linewidth=3, alpha=0.8, zorder=1)
+        ends.append(Line2D([], [], color=look.theme.muted, linewidth=3, label="damping α/(1-α)"))
+    step = -(-len(layers) // MOST)  # of many layers every so many are named
+    ax.set_xticks(range(0, len(layers), step), [shorten(name) for name in layers[::step]])
+    ax.tick_params(axis="x", rotation=0 if len(layers) <= 8 else 60)
+    ax.set(xlabel="layer", ylabel="eigenvalue")
+    log_axis(ax, "y")
+    dress(ax, look)
+    legend(ax, look, [*handles(look, providers, [], lines=True), *ends], columns=3)
+    return ax

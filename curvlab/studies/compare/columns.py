@@ -15,7 +15,7 @@ from typing import Any
 
 from curvlab.studies.schema import Column, extra_columns
 from curvlab.studies.store import Row
-from curvlab.studies.train.columns import EPOCH, RATES
+from curvlab.studies.train.plan import EPOCH, RATES
 
 __all__ = [
     "BLOCKS",

@@ -27,9 +27,8 @@ from curvlab.studies.compare.columns import (
     TUNING,
     cell_columns,
 )
-from curvlab.studies.compare.controls import CONTROLS
+from curvlab.studies.compare.costs import CONTROLS, disturbance_words, separate_runs_words
 from curvlab.studies.compare.race import race_rows
-from curvlab.studies.compare.timing import disturbance_words, separate_runs_words
 from curvlab.studies.schema import Column
 from curvlab.studies.small.errors import TOTAL
 from curvlab.studies.store import Row, identity_of

@@ -34,22 +34,34 @@ from curvlab.exceptions import (
     ProblemError,
     SpecError,
 )
-from curvlab.measure.flops import counting
-from curvlab.measure.source import source_hash
+from curvlab.measure.environment import source_hash
+from curvlab.measure.operations import counting
 from curvlab.problem import Problem
 from curvlab.providers import Provider, estimate
 from curvlab.solvers import Solution, solve
 from curvlab.solvers.registry import solvers
-from curvlab.studies.compare.controls import ControlWatch, control_usage, gradient_step
-from curvlab.studies.compare.descent import DescentBench, predicted_decrease
-from curvlab.studies.compare.newton import Closeness, Newton, NewtonReference
+from curvlab.studies.compare.costs import (
+    ControlWatch,
+    Pair,
+    Patience,
+    Stopwatch,
+    control_usage,
+    fresh,
+    gradient_step,
+    memory,
+    usage,
+)
+from curvlab.studies.compare.directions import (
+    Closeness,
+    DescentBench,
+    Newton,
+    NewtonReference,
+    predicted_decrease,
+)
 from curvlab.studies.compare.race import measure_run, measure_trial
-from curvlab.studies.compare.resources import Pair, fresh, memory, usage
-from curvlab.studies.compare.scenes import Scene, SceneProblems
 from curvlab.studies.compare.settings import Settings, damping_of
 from curvlab.studies.compare.spectra import largest_of_hessian, layer_spectra
-from curvlab.studies.compare.tasks import Kind, Task
-from curvlab.studies.compare.timing import Patience, Stopwatch
+from curvlab.studies.compare.tasks import Kind, Scene, SceneProblems, Task
 from curvlab.studies.schema import extra_columns
 from curvlab.studies.small.errors import errors
 from curvlab.studies.small.fake_problem import fake_problem

@@ -28,8 +28,7 @@ from curvlab.studies.compare.settings import Settings
 from curvlab.studies.compare.tasks import Task, head_of, labels
 from curvlab.studies.setup import Setup
 from curvlab.studies.store import Row
-from curvlab.studies.train.columns import EPOCH, rates_of
-from curvlab.studies.train.plan import TrainPlan
+from curvlab.studies.train.plan import EPOCH, TrainPlan, rates_of
 from curvlab.studies.train.run import OK, train
 from curvlab.studies.tuning import Trial, Tuned, Tuning, run_trial, trial_of
 

@@ -1,9 +1,16 @@
-"""The settings of a comparison: what is compared, how, and how often; read from and written to TOML.
+"""The settings of a comparison: what is compared, where, how, and how often; read from and written to TOML.
 
 subject     a `Setup` (by name, rebuilt anywhere) or a `Problem` (as it is, in this process)
 study       hash of all that every number depends on: subject, α, device, dtype, threads, versions, and the
             hash of curvlab's own source: rows that another source measured belong to another study
 key         hash of a study and one choice in it: a provider, a pair, an optimizer
+
+It is measured at points on the way of a training, by name:
+
+init          the model as it is built                 checkpoint   the state that a file holds
+step:N        after N steps of Adam                    epoch:N      after N passes over the training set
+trained       after as many steps as a stated cost buys, at most 100
+given         a problem from Python, as it is
 
 Torch is imported when settings are resolved: the help page and the completion of `curvlab compare` read the
 fields alone.
@@ -22,9 +29,8 @@ from typing import TYPE_CHECKING, Any
 
 from curvlab import defaults, imports
 from curvlab.exceptions import ArgumentError, SpecError, unknown_name
-from curvlab.measure.source import source_hash
+from curvlab.measure.environment import source_hash
 from curvlab.specs import Registry
-from curvlab.studies.compare.points import GIVEN, read_points
 from curvlab.studies.schema import Setting, extra_columns, extra_settings, setting, settings_of
 from curvlab.studies.setup import SETUP, Setup
 from curvlab.studies.store import key_of
@@ -37,7 +43,16 @@ if TYPE_CHECKING:
     from curvlab.providers import Provider
     from curvlab.solvers import Solver
 
-__all__ = ["Settings", "all_settings", "build", "command_settings", "damping_of"]
+__all__ = [
+    "GIVEN",
+    "Point",
+    "Settings",
+    "all_settings",
+    "build",
+    "command_settings",
+    "damping_of",
+    "read_points",
+]
 
 BOTH = ("compare", "plan")
 LEAST_SECONDS = 1e-3  # that the quickest measurement takes, with its row
@@ -410,3 +425,65 @@ def _bytes(tensor: Tensor) -> bytes:
 
     flat = tensor.detach().cpu().contiguous().flatten()
     return flat.view(torch.uint8).numpy().tobytes() if math.prod(flat.shape) else b""
+
+
+GIVEN = "given"
+MOST = 864_000_000  # steps of a tenth of a millisecond in a day
+USABLE = (
+    "init, trained, checkpoint, step:N or epoch:N (N from 1), several with commas: --at init,epoch:1,epoch:5"
+)
+WORDS = {
+    GIVEN: "the model as it was given",
+    "init": "the model as it is built, untrained",
+    "checkpoint": "the checkpoint",
+}
+
+
+@dataclass(frozen=True)
+class Point:
+    """A place on the way of a training.
+
+    >>> Point.read("epoch:5").words
+    'after 5 epochs of Adam'
+    """
+
+    name: str
+    kind: str
+    count: int = 0
+
+    @classmethod
+    def read(cls, text: str) -> Point:
+        """The point by its name."""
+        kind, _, count = text.partition(":")
+        plain = kind in ("init", "trained", "checkpoint", GIVEN) and not count
+        counted = kind in ("step", "epoch") and count.isdecimal() and count.strip("0") != ""
+        if not plain and not counted:
+            raise SpecError(f"point `{text}` is not known; use {USABLE}")
+        # Python reads no number of thousands of digits.
+        if counted and (len(count) > 12 or int(count) > MOST):
+            raise SpecError(
+                f"point `{text[:60]}`: more than {MOST:,} steps take longer than a day even on the smallest "
+                f"model; measure earlier, or begin at a --checkpoint"
+            )
+        return cls(text, kind, int(count or 0))
+
+    @property
+    def words(self) -> str:
+        """The point in words, as reports name it."""
+        if self.kind == "trained":
+            return "after training"
+        if self.kind in ("step", "epoch"):
+            return f"after {self.count} {self.kind}{'s' if self.count > 1 else ''} of Adam"
+        return WORDS[self.kind]
+
+
+def read_points(names: tuple[str, ...]) -> tuple[str, ...]:
+    """The points that are named, one or several with commas in each text, checked.
+
+    >>> read_points(("init,epoch:1", "epoch:5"))
+    ('init', 'epoch:1', 'epoch:5')
+    """
+    found = [part.strip() for name in names for part in name.split(",") if part.strip()]
+    if names and not found:
+        raise SpecError(f"at=`{','.join(names)}` names no point; use {USABLE}")
+    return tuple(dict.fromkeys(Point.read(name).name for name in found))

@@ -25,7 +25,7 @@ from curvlab.measure.data_sheets import LAUNCH_SOURCE, data_sheet
 from curvlab.measure.operations import Operations, operations
 from curvlab.measure.stopwatch import timed
 from curvlab.problem import Problem
-from curvlab.studies.compare.resources import Pair, fresh
+from curvlab.studies.compare.costs import Pair, fresh
 
 __all__ = ["Calibration", "Rates", "calibrate", "host_cost", "rates_of"]
 

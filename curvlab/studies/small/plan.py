@@ -23,8 +23,8 @@ from curvlab.problem import Problem
 from curvlab.providers import Provider
 from curvlab.solvers import Solver
 from curvlab.solvers.registry import solvers as solver_registry
+from curvlab.studies.compare.costs import Pair, fresh, usage
 from curvlab.studies.compare.measurements import failure
-from curvlab.studies.compare.resources import Pair, fresh, usage
 from curvlab.studies.compare.settings import Settings
 from curvlab.studies.compare.tasks import labels
 from curvlab.studies.executor import Place, run

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from curvlab.curvature import Curvature, LayerCurvature
 from curvlab.curvature_layers import SharedLayer
 from curvlab.exceptions import CurvlabError
-from curvlab.measure.flops import counting
+from curvlab.measure.operations import counting
 from curvlab.model.network import ModelCall
 from curvlab.model.products import ModelProducts
 from curvlab.problem import Problem

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from curvlab.analysis.density import Density, density
 from curvlab.analysis.spectrum import LayerSpectra, Spectrum, spectrum
 from curvlab.curvature import Curvature
+from curvlab.files import csv_text
 from curvlab.linalg.estimators import Estimate
 from curvlab.providers.estimate import estimate
-from curvlab.studies.spreadsheet import csv_text
-from curvlab.studies.weights import load_weights
+from curvlab.studies.setup import load_weights
 
 if TYPE_CHECKING:
     import pandas as pd

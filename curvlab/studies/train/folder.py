@@ -34,14 +34,19 @@ from torch import Tensor
 
 from curvlab import specs
 from curvlab.exceptions import SpecError, StoreError
-from curvlab.files import next_number, replaced, write_bytes_atomic, write_text_atomic
+from curvlab.files import (
+    csv_text,
+    next_number,
+    read_toml,
+    replaced,
+    toml_text,
+    write_bytes_atomic,
+    write_text_atomic,
+)
 from curvlab.measure.environment import environment
-from curvlab.studies.spreadsheet import csv_text
 from curvlab.studies.store import Row, Store, refuse_foreign_results
-from curvlab.studies.toml import read_toml, toml_text
-from curvlab.studies.train.columns import rate_words, rates_of
 from curvlab.studies.train.optimizers import optimizers
-from curvlab.studies.train.plan import TrainPlan
+from curvlab.studies.train.plan import TrainPlan, rate_words, rates_of
 
 __all__ = ["TrainFolder", "frame_of", "read_checkpoint", "steps_in", "write_checkpoint"]
 

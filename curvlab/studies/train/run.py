@@ -49,12 +49,11 @@ from curvlab.distributed.communicator import LOCAL, Communicator, communicator_o
 from curvlab.distributed.launch import rank_batches
 from curvlab.exceptions import PairError, ProblemError, SolveError
 from curvlab.measure import device as devices
+from curvlab.measure.environment import source_hash
 from curvlab.measure.memory import peak_bytes
-from curvlab.measure.source import source_hash
 from curvlab.optim import SecondOrder
 from curvlab.solvers import Solution, Status
-from curvlab.studies.run_lock import run_lock
-from curvlab.studies.store import Row
+from curvlab.studies.store import Row, run_lock
 from curvlab.studies.train.evaluate import Score, evaluate
 from curvlab.studies.train.folder import TrainFolder, frame_of
 from curvlab.studies.train.plan import TrainPlan

@@ -1,56 +1,225 @@
-"""The seconds of a pair's three phases, measured apart.
+"""What an estimate and a solve cost: peak bytes, bytes held by the result, operations, and seconds by phase.
 
     estimate   from the batch to the curvature: forward and backward pass, statistics, gradient (in factors)
     prepare    all that needs only the matrix: factorisations, bases
     apply      the direction
 
-Every call starts from a problem of which nothing has been computed, since curvatures keep what they
-have factorised. One measurement is as many calls as last `MIN_SECONDS` together, divided by their number.
+**Memory.** The peak counts everything that must be in memory at once: the parameters, the batch, the
+recording of the forward and backward pass, the curvature and the solver's work. The very same function runs
+on real tensors, to measure, and on fake ones, to plan; no formula for bytes exists. Where another thread
+looks at the stack meanwhile (a Dask worker's profiler does, and takes long the first time that it reads a
+source file), what it holds would be counted as held by the result. Such a run is recognised, and made again.
 
-Other programs on the machine. The seconds are those of the wall clock without the time in which the work was
-ready to run and another program had the processor (`curvlab.measure.stopwatch.Elapsed.own`). A measurement
-that waited for more than a tenth of its time is *disturbed*: it is made again, at most `ATTEMPTS` times in
-all, and the one that waited least counts. Where `IN_VAIN` in a row stayed disturbed the machine is busy
-throughout, and none is made again until one is quiet (`Patience`). Each row says what it saw: `wall_seconds`
-and `cpu_seconds` of a call, `waited` as a share of the wall clock, `load` as the number of processors that
-others kept busy, and `attempts`. Where more than a fifth of the rows are disturbed, the times are not trusted
+**Time.** Every call starts from a problem of which nothing has been computed, since curvatures keep what they
+have factorised. One measurement is as many calls as last `MIN_SECONDS` together, divided by their number. The
+seconds are those of the wall clock without the time in which the work was ready to run and another program
+had the processor (`curvlab.measure.stopwatch.Elapsed.own`). A measurement that waited for more than a tenth
+of its time is *disturbed*: it is made again, at most `MEASUREMENTS` times in all, and the one that waited
+least counts. Where `IN_VAIN` in a row stayed disturbed the machine is busy throughout, and none is made again
+until one is quiet (`Patience`). Each row says what it saw: `wall_seconds` and `cpu_seconds` of a call,
+`waited` as a share of the wall clock, `load` as the number of processors that others kept busy, and
+`attempts`. Where more than a fifth of the rows are disturbed, the times are not trusted
 (`disturbance_words`). Which pair is quicker is decided round by round (`decide_times`).
+
+**Controls**, which a pair has to beat, are measured as the pairs are:
+
+    identity   the gradient step -g/α, which is the damped step of no curvature, C = 0
+    sgd        forward, backward and θ ← θ - ηg as torch does them: time and memory only
+    newton     the exact damped Newton step itself, where it could be solved
+
+The direction of `sgd` is that of `identity`: at the best scale the two are one, so only its cost is its own.
 """
 
 from __future__ import annotations
 
+import copy
+import gc
 import math
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter, process_time
+from typing import Any
 
 import pandas as pd
+import torch
+from torch import Tensor
 
 from curvlab.curvature import Curvature
 from curvlab.linalg.steps import Gradient
-from curvlab.measure.collector import collector_off
+from curvlab.measure import device as devices
+from curvlab.measure.memory import Allocation, collector_off, peak_bytes, track
+from curvlab.measure.operations import counting
 from curvlab.measure.stopwatch import Clock, Elapsed, busy_seconds, calls_lasting, elapsed
 from curvlab.problem import Problem
-from curvlab.providers import estimate
-from curvlab.solvers import Mixed, solve
+from curvlab.providers import Provider, estimate
+from curvlab.solvers import Mixed, Solution, Solver, solve
 from curvlab.solvers.base import Unit
 from curvlab.solvers.solve import group_by_solver, solver_units
 from curvlab.studies.compare.decisions import CONFIDENCE, Decision, decide
-from curvlab.studies.compare.resources import Pair, fresh
+from curvlab.studies.compare.directions import backpropagate
 from curvlab.studies.store import Row
 
 __all__ = [
+    "CONTROLS",
+    "TIMED",
+    "ControlWatch",
     "Measurement",
+    "Pair",
     "Patience",
     "Phases",
     "Stopwatch",
+    "Usage",
+    "control_usage",
     "decide_times",
     "disturbance_words",
+    "fresh",
+    "gradient_step",
+    "memory",
     "separate_runs_words",
+    "usage",
 ]
 
+ATTEMPTS = 5
+"""How often a run that another thread disturbs is made again."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A provider and a solver with the damping they are compared at."""
+
+    provider: str | Provider
+    solver: str | Solver
+    alpha: float
+
+    def run(self, problem: Problem) -> tuple[Curvature, Solution]:
+        """Estimate and solve, from the batch to the direction."""
+        curvature = estimate(self.provider, problem)
+        return curvature, solve(self.solver, curvature, problem.gradient(), alpha=self.alpha)
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Bytes and operations of one run of a pair.
+
+    `held_bytes` is what the curvature and the solution keep alive, the recording they refer to included;
+    `largest` the largest single tensor that was made.
+    """
+
+    peak_bytes: int
+    held_bytes: int
+    flops: int
+    largest: Allocation | None
+
+
+def fresh(problem: Problem) -> Problem:
+    """The same problem without what was computed of it before."""
+    if problem.streamed:
+        return problem
+    batch = next(problem.batches())
+    return problem.with_data(batch.inputs, batch.targets)
+
+
+@contextmanager
+def _quick_collections() -> Iterator[None]:
+    """Keep what exists out of garbage collections inside, which counting makes many of.
+
+    With torch loaded, a full collection visits half a million objects that counting has no interest in.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def usage(pair: Pair, problem: Problem) -> Usage:
+    """Run `pair` once on a fresh copy of `problem` and count its bytes and its operations.
+
+    >>> import torch
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Sigmoid(), torch.nn.Linear(3, 2))
+    >>> problem = Problem(model, "cross-entropy", torch.ones(5, 4), torch.tensor([0, 1, 0, 1, 0]))
+    >>> used = usage(Pair("pch-1", "kfi", 0.05), problem)
+    >>> used.peak_bytes > used.held_bytes > 0
+    True
+    """
+    return _repeat_until_undisturbed(lambda: _count_bytes_and_operations(pair, problem))
+
+
+def memory(pair: Pair, problem: Problem) -> Usage:
+    """The same without operations, whose counting takes as long again (`flops` is 0)."""
+    return _repeat_until_undisturbed(lambda: _count_bytes(pair, problem))
+
+
+def _repeat_until_undisturbed(measure: Callable[[], tuple[Usage, bool]]) -> Usage:
+    """The first measurement that no thread disturbed; each disturbed, the smallest: they only add bytes."""
+    found = []
+    for _ in range(ATTEMPTS):
+        used, disturbed = measure()
+        if not disturbed:
+            return used
+        found.append(used)
+    peak, held = min(used.peak_bytes for used in found), min(used.held_bytes for used in found)
+    return replace(found[0], peak_bytes=peak, held_bytes=held)
+
+
+def _count_bytes_and_operations(pair: Pair, problem: Problem) -> tuple[Usage, bool]:
+    with counting() as operations:
+        used, disturbed = _track_one_run(pair, problem)
+    # Outside: on an accelerator the peak takes another run, whose operations are not to be counted too.
+    return replace(used, flops=operations.total, peak_bytes=_peak(pair, problem, used.peak_bytes)), disturbed
+
+
+def _count_bytes(pair: Pair, problem: Problem) -> tuple[Usage, bool]:
+    used, disturbed = _track_one_run(pair, problem)
+    return replace(used, peak_bytes=_peak(pair, problem, used.peak_bytes)), disturbed
+
+
+def _track_one_run(pair: Pair, problem: Problem) -> tuple[Usage, bool]:
+    """The tensor bytes of one run, and whether another thread held some of them."""
+    problem = fresh(problem)
+    witness = _Witness()
+    alive = weakref.ref(witness)
+    kept: Any = None
+    with _quick_collections(), track(_starting_tensors(problem), record=True) as tracker:
+        kept = _run(pair, problem, witness)
+        del witness
+    disturbed = tracker.disturbed or alive() is not None
+    del kept
+    held = tracker.current_bytes - tracker.starting_bytes
+    largest = tracker.largest(1)
+    return Usage(tracker.peak_bytes, held, 0, largest[0] if largest else None), disturbed
+
+
+class _Witness:
+    """Lives in a frame of the work: beyond the work's end only where someone holds its frames."""
+
+
+def _run(pair: Pair, problem: Problem, witness: _Witness) -> tuple[Curvature, Solution]:
+    return pair.run(problem)
+
+
+def _peak(pair: Pair, problem: Problem, counted: int) -> int:
+    """The bytes counted, or on an accelerator those that its allocator handed out."""
+    example = next(problem.model.parameters())
+    if not devices.has_allocator_statistics(example.device) or not devices.readable(example):
+        return counted
+    again = fresh(problem)
+    return peak_bytes(lambda: pair.run(again), device=example.device, baseline=_starting_tensors(problem))
+
+
+def _starting_tensors(problem: Problem) -> list[Tensor]:
+    """What is there before any work: the parameters and, unless it is streamed, the batch."""
+    return list(problem.tensors.values())
+
+
 MIN_SECONDS = 0.01
-ATTEMPTS = 3
+MEASUREMENTS = 3
 IN_VAIN = 10
 DISTURBED = 0.1
 """A measurement that waited for more than this share of its time was disturbed."""
@@ -130,7 +299,7 @@ class Patience:
     @property
     def attempts(self) -> int:
         """How often the next measurement is made at most."""
-        return ATTEMPTS if self._in_vain < IN_VAIN else 1
+        return MEASUREMENTS if self._in_vain < IN_VAIN else 1
 
     def note(self, *, disturbed: bool) -> None:
         """Take note of how a measurement ended."""
@@ -290,5 +459,85 @@ def disturbance_words(repetitions: pd.DataFrame) -> str:
     busy = "" if math.isnan(load) else f" and had {load:.2g} of the processors on average"
     return (
         f"The times are not trusted: other programs disturbed {disturbed} of {count} measurements (each made "
-        f"up to {ATTEMPTS} times){busy}. Measure again on a quieter machine, with --fresh."
+        f"up to {MEASUREMENTS} times){busy}. Measure again on a quieter machine, with --fresh."
     )
+
+
+TIMED = ("identity", "sgd")
+"""The controls that are timed in the same rounds as the pairs."""
+
+CONTROLS = (*TIMED, "newton")
+
+
+def gradient_step(problem: Problem, alpha: float) -> dict[str, Tensor]:
+    """-g/α, formed, by parameter name."""
+    gradient = problem.gradient()
+    return {name: gradient[name].detach() / -alpha for name in gradient}
+
+
+def _runner(control: str, problem: Problem, alpha: float) -> Callable[[], Any]:
+    """One step of a control; that of `sgd` is on a copy of the model, and is undone by the next."""
+    if control == "identity":
+        return lambda: gradient_step(fresh(problem), alpha)
+    model = copy.deepcopy(problem.model)
+    inside = Problem(
+        model,
+        problem.criterion,
+        *_data(problem),
+        layers=list(problem.network.parameters),
+        l2=problem.l2,
+        output=problem.network.call.output,
+    )
+    optimizer = torch.optim.SGD(list(inside.network.parameters.values()), lr=1e-12)
+
+    def step() -> None:
+        for batch in inside.batches():
+            backpropagate(inside, batch.inputs, batch.targets)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _data(problem: Problem) -> tuple[Any, ...]:
+    batches = [(batch.inputs, batch.targets) for batch in problem.batches()]
+    return (batches,) if problem.streamed else batches[0]
+
+
+def control_usage(control: str, problem: Problem, alpha: float) -> Mapping[str, int]:
+    """Peak bytes, the parameters and the batch included, and operations of one step."""
+    run = _runner(control, problem, alpha)
+    given = list(problem.tensors.values())
+    with counting() as operations:
+        run()
+    example = problem.network.example
+    if devices.has_allocator_statistics(example.device):
+        peak = peak_bytes(run, device=example.device, baseline=given)
+    else:
+        with track(given, record=False) as tracker:
+            kept = run()
+        del kept
+        peak = tracker.peak_bytes
+    return {"peak_bytes": peak, "flops": operations.total}
+
+
+class ControlWatch(Stopwatch):
+    """Measures the steps of a control as a `Stopwatch` does a pair's; all of its time is that of `estimate`.
+
+    >>> problem = Problem(torch.nn.Linear(2, 2), "mse", torch.eye(2), torch.zeros(2, 2))
+    >>> ControlWatch("sgd", problem, 0.05).measure().phases.total > 0
+    True
+    """
+
+    def __init__(
+        self, control: str, problem: Problem, alpha: float, patience: Patience | None = None
+    ) -> None:
+        super().__init__(Pair(control, "", alpha), problem, patience=patience)
+        self._run = _runner(control, problem, alpha)
+
+    def _warm_up(self) -> int:
+        self._run()
+        return calls_lasting(MIN_SECONDS, lambda calls: self._total(calls)[0].total)
+
+    def _call(self) -> tuple[Elapsed, Elapsed, Elapsed]:
+        return self._elapsed(self._run)[0], Elapsed(), Elapsed()
