@@ -101,7 +101,9 @@ def main() -> None:
     solution = curvlab.solve("ea-cg", curvature, problem.gradient(), alpha=0.05)
     print(solution.frame().to_string(index=False, max_rows=8))
 
-    optimizer = SecondOrder(model, "cross-entropy", provider="fisher[kind=mc]", solver="ea-cg", lr=0.1)
+    optimizer = SecondOrder(
+        model, "cross-entropy", provider="fisher[kind=mc]", solver="ea-cg", lr=0.03, alpha=0.1
+    )
     for step in range(options.steps):
         print(f"step {step}: loss {float(optimizer.step(inputs, targets)):.4f}")
 
