@@ -186,7 +186,7 @@ def _estimated(matrix: SymmetricMatrix, probes: int, steps: int, seed: int) -> t
             f"{days:,.1f} days in all; 10 probes of 80 steps are usual"
         )
     starts = gaussian_rows(probes, size, like, seed + 1)
-    starts = starts / torch.linalg.vector_norm(starts, dim=1, keepdim=True)
+    starts /= torch.linalg.vector_norm(starts, dim=1, keepdim=True)
     steps = min(steps, size)
     at_once, hold = runs_at_once(matrix, steps)
     # Without reorthogonalisation, which took most of the time: ghosts share the weight of their value.
@@ -196,11 +196,13 @@ def _estimated(matrix: SymmetricMatrix, probes: int, steps: int, seed: int) -> t
     ]
     pairs = [quadrature(run) for run in runs]
     nodes, weights = (torch.cat(one) for one in zip(*pairs, strict=True))
-    count, top, vectors = min(LEADING, size // 4), like.new_zeros(0), starts[:0]
-    if hold and count:
-        top, vectors = leading_pairs(runs[0], count, LEADING_TOL)
+    count, top, along = min(LEADING, size // 4), like.new_zeros(0), like.new_zeros(0, probes)
+    vectors = runs[0].vectors
+    if vectors is not None and count:
+        top, coefficients = leading_pairs(runs[0], count, LEADING_TOL)
+        along = coefficients @ (vectors[0] @ starts.T)
     rest = weights
-    for value, shares in zip(top, (vectors @ starts.T).square(), strict=True):
+    for value, shares in zip(top, along.square(), strict=True):
         rest = _without(nodes, rest, value, shares)
     # Where the first probe's run has ended, its vectors may span all of the probe: it stays as it was.
     some = rest.sum(1, keepdim=True) > 1e3 * torch.finfo(rest.dtype).eps

@@ -1,6 +1,6 @@
 """The exact Hessian: mean bias blocks as matrices, weight blocks as operators, cross-layer blocks on request.
 
-    bias     E[H_i^t]
+    bias     E[H_i^t]                       an operator, too, where cross-layer blocks are kept
     weight   E[(h_i h_iᵀ) ⊗ H_i^t]          never its Kronecker approximation
     full     all blocks of the Hessian of the mean loss, in `@`, `to_dense` and `cg`
 
@@ -32,7 +32,7 @@ from curvlab.curvature_layers import LayerCurvature, layer_from_parts
 from curvlab.exceptions import ProblemError, SpecError
 from curvlab.linalg import DenseFactor, OperatorBlock, eigvalsh, signed_difference
 from curvlab.linalg.factors import row_square_norms, symmetric_product
-from curvlab.linalg.flat import WholeProduct
+from curvlab.linalg.flat import WholeProduct, unflatten_rows
 from curvlab.measure import device
 from curvlab.model.layers import Chain
 from curvlab.model.recording import ChainRecording, Recording
@@ -163,6 +163,12 @@ class ChainHessian:
         """E[(h_i h_iᵀ) ⊗ H_i^t] as an operator, with closed forms for its diagonal, trace and norm."""
         return _Weight(self, self.positions[index], self.layers[index].weight).block()
 
+    def bias_block(self, index: int) -> OperatorBlock:
+        """E[H_i^t] as an operator, with closed forms for its diagonal, trace and norm."""
+        bias = self.layers[index].bias
+        assert bias is not None
+        return _Bias(self, self.positions[index], bias).block()
+
     def matrices(self, position: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """(H_i^t, h_i, c_i) for a chunk of examples after the other."""
         for recording, weights in self.batches():
@@ -196,16 +202,31 @@ class ChainHessian:
         Of several vectors `at_once` go through a recording together.
         """
 
-        def several(vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        def images(vectors: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
             count = len(next(iter(vectors.values())))
             parts = [slice(start, start + at_once) for start in range(0, count, at_once)]
             sums: list[dict[str, Tensor]] = []
             for products in self._products():
-                found = [products.of({name: x[part] for name, x in vectors.items()}) for part in parts]
-                sums = [add_in_place(*pair) for pair in zip(sums, found, strict=True)] if sums else found
+                if sums:
+                    found = [products.of(named(vectors, part)) for part in parts]
+                    sums = [add_in_place(*pair) for pair in zip(sums, found, strict=True)]
+                else:
+                    sums = [products.of(named(vectors, part), named(into, part)) for part in parts]
+            return sums
+
+        def named(vectors: Mapping[str, Tensor], part: slice) -> dict[str, Tensor]:
+            return {name: x[part] for name, x in vectors.items()}
+
+        def several(vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            sums = images(vectors, {})
             return {name: torch.cat([one[name] for one in sums]) for name in sums[0]}
 
-        return WholeProduct(several=several)
+        def side_by_side(rows: Tensor, shapes: Mapping[str, Sequence[int]]) -> Tensor:
+            found = rows.new_empty(rows.shape)
+            images(unflatten_rows(rows, shapes), unflatten_rows(found, shapes))
+            return found
+
+        return WholeProduct(several, side_by_side=side_by_side)
 
     def _products(self) -> Iterator[ChainProducts]:
         """Those of each recording; a single batch's are kept."""
@@ -263,6 +284,45 @@ class _Weight:
     def block(self) -> OperatorBlock:
         shape = (self.like.shape[0], self.like.shape[1])
         return OperatorBlock(shape, self.product, self.like, 0, self.diagonal, self.trace, self.square_norm)
+
+
+@dataclass(frozen=True, eq=False)
+class _Bias:
+    """The bias block of the layer at `position` of the chain: the mean Hessian at its pre-activations."""
+
+    hessian: ChainHessian
+    position: int
+    like: Tensor
+
+    def product(self, x: Tensor) -> Tensor:
+        result: Tensor | None = None
+        for recording, weights in self.hessian.batches():
+            product = weights @ hessian_products(recording, self.position, x.expand(len(weights), -1))
+            result = product if result is None else result + product  # not in place, as above
+        assert result is not None
+        return result
+
+    def matrix(self) -> Tensor:
+        total = self.like.new_zeros(len(self.like), len(self.like))
+        for hessians, _, weights in self.hessian.matrices(self.position):
+            total += torch.einsum("i,iab->ab", weights, hessians)
+        return total
+
+    def diagonal(self) -> Tensor:
+        total = torch.zeros_like(self.like)
+        for hessians, _, weights in self.hessian.matrices(self.position):
+            total += weights @ hessians.diagonal(dim1=1, dim2=2)
+        return total
+
+    def block(self) -> OperatorBlock:
+        shape = (len(self.like),)
+        return OperatorBlock(
+            shape,
+            self.product,
+            self.like,
+            diagonal_of=self.diagonal,
+            square_norm_of=lambda: self.matrix().square().sum(),
+        )
 
 
 @dataclass(frozen=True)
@@ -326,7 +386,7 @@ class Hessian(Provider):
     def statistics(self, problem: Problem) -> tuple[Statistic, ...]:
         if self.kind == "rows":
             return (self.products,)
-        return () if problem.chain is None else (BIAS_HESSIANS,)
+        return () if problem.chain is None or self.coupled else (BIAS_HESSIANS,)
 
     def curvature(self, context: Context, name: str) -> Curvature:
         problem = context.problem
@@ -339,10 +399,12 @@ class Hessian(Provider):
             operator = ModelOperator(problem, "hessian")
             layers, definiteness = operator.layers(), UNKNOWN
         else:
-            operator = ChainHessian(problem)
-            means = context.tensors(BIAS_HESSIANS)
-            layers = _chain_layers(operator, means)
-            definiteness = self._known(problem, problem.chain) or _looked_at(means)
+            operator, known = ChainHessian(problem), self._known(problem, problem.chain)
+            if self.coupled:
+                layers, definiteness = _operator_layers(operator), known or UNKNOWN
+            else:
+                means = context.tensors(BIAS_HESSIANS)
+                layers, definiteness = _chain_layers(operator, means), known or _looked_at(means)
         return Curvature(
             name,
             problem.criterion.name,
@@ -385,6 +447,16 @@ class Hessian(Provider):
         if problem.criterion.convex and straight and (not self.coupled or len(chain.layers) == 1):
             return Definiteness(True, "a convex criterion and piecewise linear activations")
         return None
+
+
+def _operator_layers(operator: ChainHessian) -> tuple[LayerCurvature, ...]:
+    layers = []
+    for index, layer in enumerate(operator.layers):
+        weight = None if layer.weight_name is None else operator.weight_block(index)
+        bias = None if layer.bias_name is None else operator.bias_block(index)
+        names = (layer.name, layer.weight_name, layer.bias_name)
+        layers.append(layer_from_parts(*names, None, weight_operator=weight, bias_operator=bias))
+    return tuple(layers)
 
 
 def _chain_layers(operator: ChainHessian, means: Sequence[Tensor]) -> tuple[LayerCurvature, ...]:
