@@ -244,6 +244,21 @@ def test_the_spectrum_stands_by_layer_beside_the_damping_that_rules_in_some() ->
     assert "fisher 0.400 and 0.000550; pch-1 0.500 and 0.0500" in page.text
 
 
+def test_a_legend_of_long_names_stays_inside_its_figure() -> None:
+    names = ("fisher", "gauss-newton[kind=rows,samples=1]", "pch-2[kind=rows,poseig=last]")
+    rows = [
+        {"provider": name, "layer": layer, "largest": 1.0, "median": 1e-4}
+        for name in names
+        for layer in ("first", "head")
+    ]
+    axes = eigenvalue_points(pd.DataFrame(rows), alpha=0.05)
+    figure = axes.get_figure()
+    figure.draw_without_rendering()
+    box, whole = axes.get_legend().get_window_extent(), figure.bbox
+    assert min(box.x0 - whole.x0, whole.x1 - box.x1, box.y0 - whole.y0) >= 0
+    assert axes.get_window_extent().width > 0.7 * whole.width  # and leaves the axes their room
+
+
 def test_sections_without_data_are_left_out(tmp_path: Path) -> None:
     nothing = {
         "errors": errors().iloc[:0],

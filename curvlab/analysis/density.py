@@ -11,7 +11,8 @@ weights, and the eigenvalue counted with 1/n:
 
     φ(t) = 1/n Σ_top δ(t - λ) + (n - k)/n · mean over probes of Σ_j w_j δ(t - θ_j)
 
-`outliers` are among those that were found: with few steps there may be none.
+`outliers` are among those that were found. Each is an eigenvalue; where the run found fewer than eight, as
+with 20 steps or less, there may be further ones: the gap is then the widest among those that are known.
 
 `density` is φ on `grid`, smoothed by a Gaussian; `band` is two standard errors over the probes around it.
 """

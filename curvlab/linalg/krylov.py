@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 RowProduct = Callable[[Tensor], Tensor]
-LOOK_AT = 0.05  # relative residual, by a run's own estimate, up to which a Ritz pair is looked at
+SHORTEST = 0.01  # of combinations of a run's unit vectors: shorter ones are mostly rounding
 SPACE_BYTES = 256 * 1024**2
 SPACE = 100
 LOOK_EVERY, LOOK_SOON, NEARLY = 10, 2, 30  # products until convergence is looked for; soon, where it is near
@@ -118,51 +118,36 @@ def _inner(left: Tensor, right: Tensor) -> Tensor:
 def leading_pairs(found: Tridiagonal, count: int, tol: float) -> tuple[Tensor, Tensor]:
     """Up to `count` of the largest eigenvalues, as far as the first run has found them, and their vectors.
 
-    The vectors are given by their coefficients (k, steps + 1) in those of the run, V. From the Ritz vectors
-    y = Vᵀs of a run that kept its vectors, and the one after, without orthogonalising them: inner products
-    are those of V Vᵀ. A y = θ y + β s_k v holds to rounding all the same, so that residuals r need no further
-    product. Copies of a vector that is there are left out. Leading ones whose eigenvalue is known to `tol` of
-    itself count: no eigenvalue is further away than r, nor than r²/δ with the next at a distance δ.
+    The vectors are given by their coefficients (k, steps + 1) in those of the run, V. These are not
+    orthogonal, so that T has an eigenvalue twice and, for some steps, another on the way there. Those of A on
+    the span of V are not: with G = V Vᵀ, of which directions shorter than `SHORTEST` are left out, and
+    A Vᵀ = Vᵀ T + β v eᵀ, which holds to rounding all the same, neither they nor their residuals r need a
+    further product. Leading ones whose eigenvalue is known to `tol` of itself count: no eigenvalue is further
+    away than r, nor than r²/δ with the next at a distance δ.
     """
     assert found.vectors is not None
     metric = gram_matrix(found.vectors[0])
     recurrence = Tridiagonal(found.diagonal[:1].to(metric), found.off_diagonal[:1].to(metric), None)
-    values, weights = torch.linalg.eigh(recurrence.matrices()[0])
-    left_over = recurrence.off_diagonal[0, -1] * weights[-1]
-    near = left_over.abs() <= LOOK_AT * values.abs()
-    candidates = [int(i) for i in values.argsort(descending=True)[: 4 * count] if bool(near[i])]
-    basis = images = metric[:0]
-    for index in candidates:
-        if len(basis) == count:
-            break
-        vector = torch.cat([weights[:, index], left_over.new_zeros(1)])
-        image = torch.cat([values[index] * weights[:, index], left_over[index : index + 1]])
-        length = (vector @ metric @ vector).sqrt()
-        for _ in range(2):
-            inner = basis @ (metric @ vector)
-            vector, image = vector - inner @ basis, image - inner @ images
-        left = (vector @ metric @ vector).clamp(min=0).sqrt()
-        if bool(left > 0.5 * length):
-            basis, images = (
-                torch.cat([basis, (vector / left)[None]]),
-                torch.cat([images, (image / left)[None]]),
-            )
-    like = found.diagonal
-    if not len(basis):
-        return like.new_zeros(0), basis.to(like)
-    projected = basis @ metric @ images.T
+    last = torch.zeros_like(metric[:1, :-1])
+    last[0, -1] = recurrence.off_diagonal[0, -1]
+    product = torch.cat([recurrence.matrices()[0], last])
+    lengths, directions = torch.linalg.eigh(metric[:-1, :-1])
+    long = lengths > SHORTEST**2
+    basis = directions[:, long] / lengths[long].sqrt()
+    images = product @ basis
+    projected = basis.T @ metric[:-1] @ images
     values, rotation = torch.linalg.eigh((projected + projected.T) / 2)
     values, rotation = values.flip(0), rotation.flip(1)
-    vectors = rotation.T @ basis
-    rest = rotation.T @ images - values[:, None] * vectors
+    vectors = torch.cat([basis @ rotation, torch.zeros_like(rotation[:1])]).T
+    rest = (images @ rotation).T - values[:, None] * vectors
     residuals = ((rest @ metric) * rest).sum(1).clamp(min=0).sqrt()
     gaps = torch.full_like(values, torch.inf)
     apart = (values[:-1] - values[1:]).abs()
     gaps[:-1], gaps[1:] = apart, torch.minimum(gaps[1:], apart)
     gaps = (gaps - residuals).clamp(min=torch.finfo(gaps.dtype).tiny)
     good = torch.minimum(residuals, residuals.square() / gaps) <= tol * values.abs()
-    known = int(good.int().cumprod(0).sum())  # the leading ones: no gap may hide one that was not found
-    return values[:known].to(like), vectors[:known].to(like)
+    known = int(good[:count].int().cumprod(0).sum())  # no gap may hide one that was not found
+    return values[:known].to(found.diagonal), vectors[:known].to(found.diagonal)
 
 
 def gram_matrix(rows: Tensor) -> Tensor:

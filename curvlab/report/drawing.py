@@ -165,6 +165,7 @@ def _places(names: Iterable[str], known: Mapping[str, int]) -> dict[str, int]:
 
 
 FONT = 9.0
+BESIDE_AXES = 0.8  # inches for the ticks and the label of the upright axis
 WIDTH = 6.2  # inches of a figure that stands by itself: whole, and legible, on a phone too
 LONGEST = 34
 
@@ -256,10 +257,11 @@ def handles(look: Look, providers: Iterable[str], solvers: Iterable[str], *, lin
 
 
 def legend(ax: Axes, look: Look, entries: Sequence[Artist], *, columns: int = 0) -> None:
-    """A legend where it covers nothing: to the right of the axes, or below them in `columns`."""
-    height = ax.get_figure(root=True).get_figheight()  # type: ignore[union-attr]
+    """A legend where it covers nothing: to the right of the axes, or below them in up to `columns`."""
+    width, height = ax.get_figure(root=True).get_size_inches()  # type: ignore[union-attr]
     under = -0.6 / max(height - 0.9, 0.5)  # the ticks and the label of the axis, in heights of the axes
-    below = {"loc": "upper left", "bbox_to_anchor": (0.0, under), "ncols": columns, "columnspacing": 1.4}
+    fitting = _fitting_columns([str(entry.get_label()) for entry in entries], columns, width - BESIDE_AXES)
+    below = {"loc": "upper left", "bbox_to_anchor": (0.0, under), "ncols": fitting, "columnspacing": 1.4}
     beside = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0)}
     box = ax.legend(
         handles=list(entries),
@@ -272,6 +274,21 @@ def legend(ax: Axes, look: Look, entries: Sequence[Artist], *, columns: int = 0)
     )
     for text in box.get_texts():
         text.set_parse_math(False)
+
+
+def _fitting_columns(labels: Sequence[str], columns: int, inches: float) -> int:
+    """How many columns of a legend, up to `columns`, stand side by side in so many inches.
+
+    >>> [_fitting_columns([label] * 6, 3, 5.0) for label in ("fisher", "pch-2[kind=rows,poseig=last]")]
+    [3, 2]
+    """
+    for count in range(columns, 1, -1):
+        rows = -(-len(labels) // count)
+        longest = [max(map(len, labels[start : start + rows])) for start in range(0, len(labels), rows)]
+        # In heights of a letter: 0.6 for its width, 3.4 for a line or a patch, 1.4 between columns.
+        if sum(0.6 * letters + 3.4 + 1.4 for letters in longest) * FONT / 72 <= inches:
+            return count
+    return min(columns, 1)
 
 
 def pairs_of(frame: pd.DataFrame) -> list[tuple[str, str]]:
