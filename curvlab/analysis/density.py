@@ -37,6 +37,7 @@ from curvlab.linalg.execution import full_precision
 from curvlab.linalg.krylov import lanczos, leading_pairs, quadrature
 from curvlab.matrix_functions import SymmetricMatrix, check_rows, runs_at_once
 from curvlab.problem import Problem
+from curvlab.staleness import checked_once
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -191,10 +192,11 @@ def _estimated(matrix: SymmetricMatrix, probes: int, steps: int, seed: int) -> t
     steps = min(steps, size)
     at_once, hold = runs_at_once(matrix, steps)
     # Without reorthogonalisation, which took most of the time: ghosts share the weight of their value.
-    runs = [
-        lanczos(matrix.product, part, steps, keep=False, keep_first=hold and number == 0)
-        for number, part in enumerate(starts.split(at_once))
-    ]
+    with checked_once():
+        runs = [
+            lanczos(matrix.product, part, steps, keep=False, keep_first=hold and number == 0)
+            for number, part in enumerate(starts.split(at_once))
+        ]
     pairs = [quadrature(run) for run in runs]
     nodes, weights = (torch.cat(one) for one in zip(*pairs, strict=True))
     count, top, along = min(LEADING, size // 4), like.new_zeros(0), like.new_zeros(0, probes)

@@ -39,7 +39,7 @@ from curvlab.providers.example_rows import groups_of
 from curvlab.providers.sides import MAX_FACTOR, Sharing, Sides
 from curvlab.providers.statistics import Inputs, OutputProducts, Statistic, Values, input_statistic
 from curvlab.specs import INTERFACE, check_choices
-from curvlab.staleness import Versions, change_message
+from curvlab.staleness import Versions, change_message, first_check
 
 __all__ = [
     "INPUTS",
@@ -378,7 +378,9 @@ class ProblemSnapshot:
         return cls(problem, problem.versions)
 
     def check_unchanged(self) -> None:
-        """Refuse to go on with a model or a batch that have changed."""
+        """Refuse to go on with a model or a batch that have changed; a stream is the user's code, always."""
+        if not first_check(self) and not self.problem.streamed:
+            return
         self.problem.network.check_unchanged()
         if changed := self.versions.differing(self.problem.tensors):
             again = "and its blocks read them: call estimate() again"

@@ -1,6 +1,6 @@
 """The exact Hessian: mean bias blocks as matrices, weight blocks as operators, cross-layer blocks on request.
 
-    bias     E[H_i^t]                       an operator, too, where cross-layer blocks are kept
+    bias     E[H_i^t]                       made when it is looked at, where cross-layer blocks are kept
     weight   E[(h_i h_iᵀ) ⊗ H_i^t]          never its Kronecker approximation
     full     all blocks of the Hessian of the mean loss, in `@`, `to_dense` and `cg`
 
@@ -21,7 +21,8 @@ Any other model's own forward is differentiated twice: see `curvlab.providers.op
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar, Literal
 
 import torch
@@ -30,8 +31,8 @@ from torch import Tensor
 from curvlab.curvature import Curvature, Definiteness
 from curvlab.curvature_layers import LayerCurvature, layer_from_parts
 from curvlab.exceptions import ProblemError, SpecError
-from curvlab.linalg import DenseFactor, OperatorBlock, eigvalsh, signed_difference
-from curvlab.linalg.factors import row_square_norms, symmetric_product
+from curvlab.linalg import Block, DenseFactor, OperatorBlock, eigvalsh, signed_difference
+from curvlab.linalg.factors import frobenius_norm, row_square_norms, symmetric_product
 from curvlab.linalg.flat import WholeProduct, unflatten_rows
 from curvlab.measure import device
 from curvlab.model.layers import Chain
@@ -163,11 +164,11 @@ class ChainHessian:
         """E[(h_i h_iᵀ) ⊗ H_i^t] as an operator, with closed forms for its diagonal, trace and norm."""
         return _Weight(self, self.positions[index], self.layers[index].weight).block()
 
-    def bias_block(self, index: int) -> OperatorBlock:
-        """E[H_i^t] as an operator, with closed forms for its diagonal, trace and norm."""
+    def bias_block(self, index: int) -> Block:
+        """E[H_i^t], a matrix that is made when it is first looked at."""
         bias = self.layers[index].bias
         assert bias is not None
-        return _Bias(self, self.positions[index], bias).block()
+        return _MeanHessian(self, self.positions[index], bias.detach())
 
     def matrices(self, position: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """(H_i^t, h_i, c_i) for a chunk of examples after the other."""
@@ -287,42 +288,53 @@ class _Weight:
 
 
 @dataclass(frozen=True, eq=False)
-class _Bias:
-    """The bias block of the layer at `position` of the chain: the mean Hessian at its pre-activations."""
+class _MeanHessian(Block):
+    """E[H_i^t] of the layer at `position` of the chain: a matrix that is made when it is first looked at."""
 
-    hessian: ChainHessian
+    kind: ClassVar[str] = "dense"
+    hessian: ChainHessian = field(repr=False)
     position: int
-    like: Tensor
+    like: Tensor = field(repr=False)
 
-    def product(self, x: Tensor) -> Tensor:
-        result: Tensor | None = None
-        for recording, weights in self.hessian.batches():
-            product = weights @ hessian_products(recording, self.position, x.expand(len(weights), -1))
-            result = product if result is None else result + product  # not in place, as above
-        assert result is not None
-        return result
-
+    @cached_property
     def matrix(self) -> Tensor:
-        total = self.like.new_zeros(len(self.like), len(self.like))
+        """The mean over the examples."""
+        total = self.like.new_zeros(self.numel, self.numel)
         for hessians, _, weights in self.hessian.matrices(self.position):
             total += torch.einsum("i,iab->ab", weights, hessians)
-        return total
+        return (total + total.T) / 2
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.like.shape)
+
+    @property
+    def example(self) -> Tensor:
+        return self.like
+
+    @property
+    def form(self) -> str:
+        return self.kind
+
+    @property
+    def nbytes(self) -> int:
+        """Those of the matrix, made or not."""
+        return self.numel**2 * self.like.element_size()
+
+    def matmul(self, x: Tensor) -> Tensor:
+        return self.matrix @ x
+
+    def _dense(self) -> Tensor:
+        return self.matrix.clone()
 
     def diagonal(self) -> Tensor:
-        total = torch.zeros_like(self.like)
-        for hessians, _, weights in self.hessian.matrices(self.position):
-            total += weights @ hessians.diagonal(dim1=1, dim2=2)
-        return total
+        return self.matrix.diagonal().clone()
 
-    def block(self) -> OperatorBlock:
-        shape = (len(self.like),)
-        return OperatorBlock(
-            shape,
-            self.product,
-            self.like,
-            diagonal_of=self.diagonal,
-            square_norm_of=lambda: self.matrix().square().sum(),
-        )
+    def trace(self) -> Tensor:
+        return self.matrix.trace()
+
+    def frobenius_norm(self) -> Tensor:
+        return frobenius_norm(self.matrix)
 
 
 @dataclass(frozen=True)
