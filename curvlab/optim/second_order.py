@@ -54,8 +54,7 @@ from curvlab.optim.guard import (
 from curvlab.optim.levenberg_marquardt import LevenbergMarquardt
 from curvlab.problem import Problem
 from curvlab.providers import estimate
-from curvlab.providers.base import Provider
-from curvlab.providers.estimate import Chosen, estimate_jointly, gradient_for
+from curvlab.providers.base import Chosen, Provider, estimate_jointly, gradient_for
 from curvlab.providers.registry import providers
 from curvlab.solvers import Solution, solve
 from curvlab.solvers.base import Solver
