@@ -65,6 +65,15 @@ def test_no_module_takes_the_place_of_a_name_of_its_package(name: str) -> None:
     assert exported & modules == set()
 
 
+@pytest.mark.slow
+def test_doctests_pass_whichever_module_is_collected_first() -> None:
+    files = ["providers/base.py", "solvers/run.py", "data/base.py", "studies/compare/run.py"]
+    paths = [str(PACKAGE / file) for file in files]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *paths]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent)
+    assert ended.returncode == 0, ended.stdout
+
+
 # What a room must not import, whatever else it may: data flows one way.
 FORBIDDEN = {
     "linalg": {"*"},
