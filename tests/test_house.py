@@ -58,7 +58,7 @@ PACKAGES = sorted(
 
 @pytest.mark.parametrize("name", PACKAGES)
 def test_no_module_takes_the_place_of_a_name_of_its_package(name: str) -> None:
-    """To import `curvlab.solvers.solve` anew, as pytest does, would put a module where the function is."""
+    """To import a module `solve` of `curvlab.solvers` would put it where the function `solve` is."""
     package = importlib.import_module(name)
     modules = {module.name for module in pkgutil.iter_modules(package.__path__)}
     exported = {one for one in getattr(package, "__all__", ()) if not ismodule(getattr(package, one))}
