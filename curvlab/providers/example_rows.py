@@ -154,12 +154,7 @@ class WeightRows(ParameterRows):
         for one in self.uses:
             one.check_unwritten()
             own = x if one.place is None else x[one.place[0] : one.place[1]]
-            matrix = one.use.matrix(own)
-            pieces = []
-            for first, last in one.use.chunks():
-                image = torch.einsum("bsgn,gon->bsgo", one.use.input_rows(first, last).to(x), matrix)
-                pieces.append(torch.einsum("pbsgo,bsgo->pb", one.outputs[:, first:last], image))
-            total = total + torch.cat(pieces, 1)
+            total = total + torch.einsum("pbsgo,bsgo->pb", one.outputs, one.use.image(own))
         return total.reshape(-1)
 
     def combination(self, y: Tensor) -> Tensor:
