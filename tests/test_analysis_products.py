@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 import curvlab
 from curvlab import Additive, curvature
-from curvlab.exceptions import ArgumentError, IndefiniteError, SpecError
+from curvlab.exceptions import ArgumentError, IndefiniteError, SpecError, StaleError
 from curvlab.linalg import eigenbases, estimators, krylov
 from curvlab.measure.memory import peak_bytes
+from curvlab.model.network import Network
 from tests.any_models import CASES, CONVOLUTIONS
 from tests.cases import Case
 
@@ -167,6 +168,31 @@ def test_bias_blocks_of_the_whole_hessian_are_those_of_the_dense_matrix() -> Non
             np.testing.assert_allclose(block.trace(), np.trace(own), atol=1e-10)
             np.testing.assert_allclose(block.frobenius_norm(), np.linalg.norm(own), atol=1e-10)
             np.testing.assert_allclose(block.eigvalsh(), np.linalg.eigvalsh(own), atol=1e-10)
+
+
+@pytest.mark.usefixtures("by_products")
+@pytest.mark.parametrize("name", ["chain", "residual and a layer used twice"])
+def test_an_analysis_asks_once_whether_the_model_has_changed(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = CASES[name].problem()
+    whole = curvlab.estimate("hessian[structure=full]", problem)
+    asked: list[int] = []
+    original = Network.check_unchanged
+    monkeypatch.setattr(Network, "check_unchanged", lambda self: (asked.append(1), original(self)))
+    for analysis in (lambda: curvlab.spectrum(whole, k=2), lambda: curvlab.density(whole, 2, 10)):
+        whole.rows_product(torch.ones(1, whole.numel, dtype=torch.float64))  # the batch is recorded
+        asked.clear()
+        analysis()
+        assert len(asked) == 1
+    asked.clear()
+    whole.rows_product(torch.ones(1, whole.numel, dtype=torch.float64))
+    whole.rows_product(torch.ones(1, whole.numel, dtype=torch.float64))
+    assert len(asked) == 2
+    with torch.no_grad():
+        next(problem.model.parameters()).add_(1)
+    with pytest.raises(StaleError):
+        curvlab.spectrum(whole, k=2)
 
 
 def test_a_search_leaves_an_operator_that_hands_out_its_operand_alone() -> None:
