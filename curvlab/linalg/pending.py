@@ -256,11 +256,15 @@ def require(values: Sequence[Tensor], judge: Judge, limits: Limits = FINITE) -> 
         later.add(values, limits)
         return
     active = _ACTIVE.get()
-    if active is not None and values[0].device.type != "cpu":
+    if values[0].is_cpu:
+        # To read one number takes less time than to join it to others.
+        judge([float(number) for value in values for number in _numbers(value)])
+        return
+    if active is not None:
         active.add(values, judge)
         return
-    if len(values) == 1:
-        found = values[0].tolist()
-        judge([float(x) for x in found] if isinstance(found, list) else [float(found)])
-        return
     judge(torch.cat([value.reshape(-1) for value in values]).tolist())
+
+
+def _numbers(value: Tensor) -> list[float]:
+    return value.reshape(-1).tolist() if value.ndim else [value.item()]
