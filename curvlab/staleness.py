@@ -23,7 +23,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -56,8 +56,7 @@ Settings = Mapping[str, Hashable]
 SettingsWatch = Callable[[], Settings | None]
 
 
-@dataclass(frozen=True)
-class Stamp:
+class Stamp(NamedTuple):
     """The version and the address a tensor had.
 
     >>> import torch
@@ -222,11 +221,11 @@ def _sample(tensors: Sequence[Tensor]) -> tuple[bytes, ...] | None:
         return None
     pieces = []
     for tensor in tensors:
-        if tensor.device.type != "cpu" or not _has_memory(tensor) or tensor.layout is not torch.strided:
+        if not _has_memory(tensor) or not tensor.is_cpu or tensor.layout is not torch.strided:
             return None
         array = _array_of(tensor.detach())
-        step = max(1, array.size // SAMPLED)
-        pieces.append(array.flat[::step][:SAMPLED].tobytes())
+        step = array.size // SAMPLED or 1
+        pieces.append(array.flat[: SAMPLED * step : step].tobytes())
     return tuple(pieces) or None
 
 
@@ -276,9 +275,14 @@ def model_settings(model: nn.Module) -> dict[str, Hashable]:
         name: (id(p), p.dtype, p.device, p.requires_grad) for name, p in members.parameters
     }
     for name, module in members.modules:
-        own = list(module.__dict__.items())
-        found = (id(module), *[key for key, _ in own], *[_setting(value) for _, value in own])
-        settings[f"module `{name}`" if name else "the model"] = found
+        own = module.__dict__.copy()  # at once, as other threads may set attributes meanwhile
+        kinds = tuple(map(type, own.values()))
+        # Here and not in `_setting` is what most attributes are: plain values, and tables without entries.
+        found = [
+            value if kind in _PLAIN else () if kind in _TABLES and not value else _setting(value)
+            for kind, value in zip(kinds, own.values(), strict=True)
+        ]
+        settings[f"module `{name}`" if name else "the model"] = (id(module), tuple(own), kinds, tuple(found))
     settings["global hooks of modules"] = _hook_keys(_global_hooks())
     return settings
 
