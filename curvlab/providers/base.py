@@ -190,7 +190,10 @@ class RowFields(Provider):
 
         Exceptions are a tied matrix, whose solvers take the diagonal of what `sharing` gives, and output
         sides wider than `max_factor`, whose bias block is diagonal where the rows of positions are many.
+        Where every layer sees one row per example there is nothing to sum up.
         """
+        if all(layer.kind == "linear" for layer in problem.layers):
+            return self
         if self.structure != "kronecker" or any(map(self._needs_positions, problem.layers)):
             return self
         return replace(self, sharing="reduce", positions="all")

@@ -25,7 +25,7 @@ from curvlab.staleness import Versions
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Chosen", "Estimates", "estimate", "estimate_jointly", "gradient_for"]
+__all__ = ["Chosen", "Estimates", "estimate", "estimate_jointly", "estimate_with_gradient"]
 
 
 @overload
@@ -67,24 +67,31 @@ def _estimate(
         communicator = communicator_of(process_group)
         chosen = Chosen.jointly(provider, problem, communicator)
         return estimate_jointly(chosen, problem, communicator).curvatures
-    chosen = Chosen.of(provider, problem)
+    return _curvatures(Chosen.of(provider, problem), problem)
+
+
+def _curvatures(chosen: Chosen, problem: Problem) -> list[Curvature]:
     versions = problem.versions
     return chosen.curvatures(Context(problem, _means(problem, chosen.statistics)), versions)
 
 
-def gradient_for(provider: str | Provider, problem: Problem) -> Gradient:
-    """The gradient of one batch, from the very backward pass in which an `estimate` to come has its share.
+@full_precision
+def estimate_with_gradient(provider: str | Provider, problem: Problem) -> tuple[Curvature, Gradient]:
+    """The curvature and the gradient of one batch, whose backward pass has its share in the curvature's.
 
     >>> import torch
     >>> problem = Problem(torch.nn.Linear(2, 2), "cross-entropy", torch.eye(2), torch.tensor([0, 1]))
-    >>> sorted(gradient_for("pch[kind=rows]", problem))
-    ['bias', 'weight']
+    >>> curvature, gradient = estimate_with_gradient("pch[kind=rows]", problem)
+    >>> curvature.provider, sorted(gradient)
+    ('pch[kind=rows,poseig=last]', ['bias', 'weight'])
     """
+    chosen = Chosen.of([provider], problem)
     if not problem.streamed:
-        for stage in _stages(Chosen.of([provider], problem).statistics):
+        for stage in _stages(chosen.statistics):
             for statistic in stage:
                 statistic.hear_with_gradient(problem.recording())
-    return problem.gradient()
+    gradient = problem.gradient()
+    return _curvatures(chosen, problem)[0], gradient
 
 
 @dataclass(frozen=True)
@@ -121,8 +128,10 @@ class Chosen:
         made = [provider.curvature(context, name) for name, provider in self.named]
         problem = context.problem
         said = problem.notes
-        shapes = {name: tuple(p.shape) for name, p in problem.model.named_parameters()}
-        left_out = {name: shapes[name] for name in problem.network.left_out}
+        left_out: dict[str, tuple[int, ...]] = {}
+        if problem.network.left_out:
+            shapes = {name: tuple(p.shape) for name, p in problem.model.named_parameters()}
+            left_out = {name: shapes[name] for name in problem.network.left_out}
         if autocast_switched_off():
             dtype = str(problem.network.example.dtype).removeprefix("torch.")
             said = (*said, f"autocast is switched off inside: this is the curvature of the {dtype} function")
