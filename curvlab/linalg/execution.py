@@ -40,6 +40,7 @@ __all__ = [
     "in_pieces",
     "read_interval",
     "readable",
+    "without_gradients",
     "without_reads",
 ]
 
@@ -100,6 +101,26 @@ def full_precision(function: Callable[P, R]) -> Callable[P, R]:
         if not torch._C._is_any_autocast_enabled():
             return function(*args, **kwargs)
         with _without_autocast():
+            return function(*args, **kwargs)
+
+    return run
+
+
+def without_gradients(function: Callable[P, R]) -> Callable[P, R]:
+    """`function`, run with gradients switched off: `torch.no_grad`, at no cost where they are already.
+
+    >>> @without_gradients
+    ... def double(x):
+    ...     return 2 * x
+    >>> double(torch.ones(1, requires_grad=True)).requires_grad
+    False
+    """
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        with torch.no_grad():
             return function(*args, **kwargs)
 
     return run

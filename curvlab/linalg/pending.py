@@ -27,7 +27,7 @@ from math import inf
 import torch
 from torch import Tensor
 
-from curvlab.linalg.execution import deferring, readable, without_reads
+from curvlab.linalg.execution import deferring, in_pieces, readable, without_reads
 
 __all__ = [
     "FINITE",
@@ -226,14 +226,19 @@ def collected() -> Iterator[Checks | None]:
             counted.read_together()
 
 
-@contextmanager
-def explained(explain: Explanation) -> Iterator[None]:
+class explained:  # noqa: N801 - used as the function that it once was
     """Judge the checks made inside in the context that `explain` makes: it says what they were part of."""
-    token = _EXPLAIN.set(explain)
-    try:
-        yield
-    finally:
-        _EXPLAIN.reset(token)
+
+    __slots__ = ("_explain", "_token")
+
+    def __init__(self, explain: Explanation) -> None:
+        self._explain = explain
+
+    def __enter__(self) -> None:
+        self._token = _EXPLAIN.set(self._explain)
+
+    def __exit__(self, *_: object) -> None:
+        _EXPLAIN.reset(self._token)
 
 
 def require(values: Sequence[Tensor], judge: Judge, limits: Limits = FINITE) -> None:
@@ -256,7 +261,7 @@ def require(values: Sequence[Tensor], judge: Judge, limits: Limits = FINITE) -> 
         later.add(values, limits)
         return
     active = _ACTIVE.get()
-    if values[0].is_cpu:
+    if in_pieces(values[0]):
         # To read one number takes less time than to join it to others.
         judge([float(number) for value in values for number in _numbers(value)])
         return
