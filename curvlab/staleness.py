@@ -95,10 +95,18 @@ class Versions:
     settings: tuple[tuple[SettingsWatch, Settings | None], ...] = ()
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor], settings: SettingsWatch | None = None) -> Versions:
-        """Note the present versions, and what `settings` gives by name (None once there is no model)."""
+    def of(
+        cls,
+        tensors: Mapping[str, Tensor],
+        settings: SettingsWatch | None = None,
+        now: Settings | None = None,
+    ) -> Versions:
+        """Note the present versions, and what `settings` gives by name (None once there is no model).
+
+        `now` is what it gives, where that is known already.
+        """
         entries = tuple([(name, weakref.ref(t), Stamp.of(t)) for name, t in tensors.items()])
-        noted = () if settings is None else ((settings, settings()),)
+        noted = () if settings is None else ((settings, settings() if now is None else now),)
         return cls(entries, _sample(list(tensors.values())), noted)
 
     def __add__(self, other: Versions) -> Versions:
@@ -189,12 +197,12 @@ class Members:
         seen.add(id(module))
         self.modules.append((prefix[:-1], module))
         for name, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) not in seen:
-                seen.add(id(parameter))
+            if parameter is not None and (key := id(parameter)) not in seen:
+                seen.add(key)
                 self.parameters.append((prefix + name, parameter))
         for name, buffer in module._buffers.items():
-            if buffer is not None and id(buffer) not in seen:
-                seen.add(id(buffer))
+            if buffer is not None and (key := id(buffer)) not in seen:
+                seen.add(key)
                 self.buffers.append((prefix + name, buffer))
         for name, child in module._modules.items():
             if child is not None:
@@ -263,14 +271,13 @@ def watch_settings(model: nn.Module) -> SettingsWatch:
 
     def settings() -> Settings | None:
         still = held()
-        return None if still is None else model_settings(still)
+        return None if still is None else model_settings(Members.of(still))
 
     return settings
 
 
-def model_settings(model: nn.Module) -> dict[str, Hashable]:
+def model_settings(members: Members) -> dict[str, Hashable]:
     """What a model is beside the values of its tensors, by the names that messages have for it."""
-    members = Members.of(model)
     settings: dict[str, Hashable] = {
         name: (id(p), p.dtype, p.device, p.requires_grad) for name, p in members.parameters
     }

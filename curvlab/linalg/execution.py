@@ -37,6 +37,7 @@ __all__ = [
     "has_eigh",
     "host_costs",
     "in_float",
+    "in_full_precision",
     "in_pieces",
     "read_interval",
     "readable",
@@ -48,7 +49,10 @@ __all__ = [
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 DEVICES = ("cpu", "cuda", "mps", "xpu")
 OPERATORS = frozenset({"__matmul__", "__getitem__", "__call__"})
-LOOKUPS = frozenset({"tensors", "factored", "shares_rows_with"})  # methods that compute nothing
+# Methods that compute nothing, or see to it themselves where they do.
+LOOKUPS = frozenset(
+    {"tensors", "factored", "shares_rows_with", "remember", "remember_recent", "unfactorised", "computed"}
+)
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -104,6 +108,11 @@ def full_precision(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
 
     return run
+
+
+def in_full_precision(make: Callable[[], R]) -> R:
+    """What `make` returns with autocast switched off."""
+    return full_precision(make)() if torch._C._is_any_autocast_enabled() else make()
 
 
 def without_gradients(function: Callable[P, R]) -> Callable[P, R]:

@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 
 from curvlab.linalg.eigen import eigh, eigvalsh
-from curvlab.linalg.execution import FullPrecision, in_pieces
+from curvlab.linalg.execution import FullPrecision, in_full_precision, in_pieces
 
 __all__ = [
     "DenseFactor",
@@ -256,14 +256,14 @@ class Factor(FullPrecision, ABC):
     def remember(self, key: Any, make: Callable[[], T]) -> T:
         """What `make` returns, computed once for each `key`: solvers share factorisations here."""
         if key not in self._memo:
-            self._memo[key] = make()
+            self._memo[key] = in_full_precision(make)
         return self._memo[key]
 
     def remember_recent(self, key: Any, make: Callable[[], T]) -> T:
         """The same for keys without end, such as dampings: of these only the last few are held."""
         recent = self.remember("recent", OrderedDict[Any, Any])
         if key not in recent:
-            recent[key] = make()
+            recent[key] = in_full_precision(make)
         recent.move_to_end(key)
         while len(recent) > RECENT:
             recent.popitem(last=False)

@@ -67,12 +67,13 @@ def _estimate(
         communicator = communicator_of(process_group)
         chosen = Chosen.jointly(provider, problem, communicator)
         return estimate_jointly(chosen, problem, communicator).curvatures
-    return _curvatures(Chosen.of(provider, problem), problem)
+    chosen = Chosen.of(provider, problem)
+    return _curvatures(chosen, problem, _stages(chosen.statistics))
 
 
-def _curvatures(chosen: Chosen, problem: Problem) -> list[Curvature]:
+def _curvatures(chosen: Chosen, problem: Problem, stages: _Stages) -> list[Curvature]:
     versions = problem.versions
-    return chosen.curvatures(Context(problem, _means(problem, chosen.statistics)), versions)
+    return chosen.curvatures(Context(problem, _means(problem, stages)), versions)
 
 
 @full_precision
@@ -86,12 +87,12 @@ def estimate_with_gradient(provider: str | Provider, problem: Problem) -> tuple[
     ('pch[kind=rows,poseig=last]', ['bias', 'weight'])
     """
     chosen = Chosen.of([provider], problem)
+    stages = _stages(chosen.statistics)
     if not problem.streamed:
-        for stage in _stages(chosen.statistics):
-            for statistic in stage:
-                statistic.hear_with_gradient(problem.recording())
+        for statistic in (statistic for stage in stages for statistic in stage):
+            statistic.hear_with_gradient(problem.recording())
     gradient = problem.gradient()
-    return _curvatures(chosen, problem)[0], gradient
+    return _curvatures(chosen, problem, stages)[0], gradient
 
 
 @dataclass(frozen=True)
@@ -192,10 +193,13 @@ def resolved_choice(spec: str | Provider, problem: Problem) -> str | Provider:
     return _label(spec, name, provider, problem) if isinstance(spec, str) else provider.resolved(problem)
 
 
-def _means(problem: Problem, wanted: Sequence[Statistic]) -> dict[Statistic, Values]:
-    """The means of all `wanted` statistics over all rows, from one pass; what they need, before it."""
+_Stages = Sequence[tuple[Statistic, ...]]
+
+
+def _means(problem: Problem, stages: _Stages) -> dict[Statistic, Values]:
+    """The means of all statistics over all rows, from one pass for each stage."""
     values: dict[Statistic, Values] = {}
-    for stage in _stages(wanted):
+    for stage in stages:
         means = Means([statistic.bound(values) for statistic in stage])
         for recording in problem.recordings():
             means.add(recording)
