@@ -231,7 +231,7 @@ def _sample(tensors: Sequence[Tensor]) -> tuple[bytes, ...] | None:
     for tensor in tensors:
         if not _has_memory(tensor) or not tensor.is_cpu or tensor.layout is not torch.strided:
             return None
-        array = _array_of(tensor.detach())
+        array = _array_of(tensor.detach() if tensor.requires_grad else tensor)
         step = array.size // SAMPLED or 1
         pieces.append(array.flat[: SAMPLED * step : step].tobytes())
     return tuple(pieces) or None

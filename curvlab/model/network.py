@@ -369,14 +369,17 @@ class ModelCall:
             example = tensors_of(inputs)[0]
             before = device.random_states(example)
             with mode or nullcontext():
-                logits = self.logits_of(_called(self.model, given))
+                picked = self._picked(_called(self.model, given))
+            logits = self._checked(picked)
             if askable(logits) and not before.unchanged():
                 _check_randomness(self.model, given, before)
             return logits
 
     def logits_of(self, returned: Any) -> Tensor:
         """What of the model's return value are the logits."""
-        logits = self._picked(returned)
+        return self._checked(self._picked(returned))
+
+    def _checked(self, logits: Any) -> Tensor:
         if not isinstance(logits, Tensor) or not logits.is_floating_point() or logits.ndim < 2:
             chosen = "" if self.output is None else f" (output={self.output!r})"
             raise ProblemError(

@@ -268,7 +268,7 @@ def kronecker_layers(
 
 
 def _layer(layer: Layer, outputs: Iterator[Factor], inputs: Iterator[InputFactors]) -> LayerCurvature:
-    shape = tuple(layer.weight.shape)
+    shape = tuple(layer.parameter.shape)
     if layer.kind == "linear":
         return KroneckerLayer(layer.name, layer.weight_name, layer.bias_name, next(outputs), next(inputs))
     if layer.kind == "plain":
