@@ -226,7 +226,7 @@ def collected() -> Iterator[Checks | None]:
             counted.read_together()
 
 
-class explained:  # noqa: N801 - used as the function that it once was
+class explained:
     """Judge the checks made inside in the context that `explain` makes: it says what they were part of."""
 
     __slots__ = ("_explain", "_token")
