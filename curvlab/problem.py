@@ -564,7 +564,7 @@ class Problem(FullPrecision):
 def _mean_loss(losses: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
     """E[ξ] from the loss and the weight of each batch."""
     if len(losses) == 1:
-        return losses[0]
+        return losses[0].clone()  # the caller's own, to change as it likes
     weight = torch.stack(list(weights))
     return torch.stack(list(losses)) @ (weight / weight.sum())
 
