@@ -37,7 +37,7 @@ from torch.nn import functional as F
 
 import curvlab
 from curvlab.data import dataset
-from curvlab.data.dataset import Dataset
+from curvlab.data.base import Dataset
 from curvlab.measure.environment import environment
 from curvlab.studies.store import Store, key_of, write_text_atomic
 

@@ -39,8 +39,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from curvlab.data.dataset import Batches, Dataset
-from curvlab.data.splits import permutation
+from curvlab.data.base import Batches, Dataset, permutation
 from curvlab.measure.environment import environment
 from curvlab.studies.setup import Setup
 from curvlab.studies.store import Store, key_of, write_text_atomic

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from curvlab.linalg.estimators import Estimate
     from curvlab.linalg.steps import Gradient
     from curvlab.problem import Problem
-    from curvlab.providers.estimate import estimate
+    from curvlab.providers.base import estimate
     from curvlab.report.comparison import compare, load_comparison
     from curvlab.solvers import Additive, Mixed, Solution, Status
-    from curvlab.solvers.solve import solve
+    from curvlab.solvers.run import solve
     from curvlab.studies.compare.frames import Comparison
     from curvlab.studies.small.bounds import bounds
     from curvlab.studies.small.errors import errors

@@ -585,14 +585,18 @@ class Registry(Generic[T]):
         """
         text, instance = self.identity(spec), self.make(spec)
         candidates = []
-        for name in self.names():
+        for name in self._names_of(type(instance)):
             bare = self._without_fields(name)
-            if type(bare) is type(instance):
+            if bare is not None:
                 differing = _differing_fields(text, self.canonical(bare))
                 # Of two names that fit entirely, such as `pch` and `pch-1`, the longer says more.
                 length = len(name) if differing else -len(name)
                 candidates.append((len(differing), length, str(Spec(name, differing))))
         return min(candidates)[2] if candidates else text
+
+    def _names_of(self, factory: type) -> list[str]:
+        """The names that stand for a class, sorted."""
+        return [name for name in self.names() if self._entries[name].factory is factory]
 
     def _without_fields(self, name: str) -> T | None:
         """The choice of a bare name; None where it has fields without a default."""

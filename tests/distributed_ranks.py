@@ -31,7 +31,7 @@ from curvlab.distributed.communicator import ProcessGroupCommunicator, communica
 from curvlab.exceptions import CurvlabError
 from curvlab.linalg.flat import flatten
 from curvlab.optim import SecondOrder
-from curvlab.providers.estimate import Chosen, estimate_jointly
+from curvlab.providers.base import Chosen, estimate_jointly
 
 ROWS = 11
 # Of 11 rows, where rank 0 ends: uneven, and nothing for one of the two.

@@ -29,7 +29,7 @@ from curvlab.distributed.communicator import LOCAL, Communicator
 from curvlab.exceptions import CurvlabError, ProblemError
 from curvlab.model.network import Network
 from curvlab.optim import SecondOrder
-from curvlab.providers.estimate import Chosen, estimate_jointly
+from curvlab.providers.base import Chosen, estimate_jointly
 from tests.test_communicator import data, model, on_ranks
 
 RANKS = 3

@@ -27,7 +27,7 @@ from curvlab.exceptions import NoRowsError, ProblemError, RankError
 from curvlab.linalg import DenseFactor, GramFactor
 from curvlab.linalg.factors import InputFactors
 from curvlab.linalg.steps import RowGradient
-from curvlab.providers.estimate import Chosen, estimate_jointly
+from curvlab.providers.base import Chosen, estimate_jointly
 
 T = TypeVar("T")
 

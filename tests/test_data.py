@@ -15,10 +15,10 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from curvlab.data import Cifar10, Cifar10Enlarged, ImageFolder, dataset, datasets
+from curvlab.data.base import stratified_split, stratified_subset
 from curvlab.data.characters import generate
 from curvlab.data.cifar10 import TEST_FILES, TRAIN_FILES, Release
 from curvlab.data.download import cache_folder
-from curvlab.data.splits import stratified_split, stratified_subset
 from curvlab.exceptions import DataError, SpecError
 
 RECORDS = 20

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from curvlab.data import dataset
-from curvlab.distributed.launch import rank_batches, shard
+from curvlab.distributed.communicator import rank_batches, shard
 from curvlab.studies.setup import Setup
 from curvlab.studies.train.folder import read_checkpoint
 from curvlab.studies.train.run import TrainPlan, train

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from inspect import ismodule
 from pathlib import Path
 
 import pytest
@@ -46,6 +49,29 @@ def test_no_package_imports_itself_by_way_of_others() -> None:
 def test_the_map_shows_the_house_as_it_is() -> None:
     found = map_in((PACKAGE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8"))
     assert found == drawing(), "write it anew with: python -m tests.house"
+
+
+PACKAGES = sorted(
+    ".".join(path.parent.relative_to(PACKAGE.parent).parts) for path in PACKAGE.rglob("__init__.py")
+)
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_no_module_takes_the_place_of_a_name_of_its_package(name: str) -> None:
+    """To import a module `solve` of `curvlab.solvers` would put it where the function `solve` is."""
+    package = importlib.import_module(name)
+    modules = {module.name for module in pkgutil.iter_modules(package.__path__)}
+    exported = {one for one in getattr(package, "__all__", ()) if not ismodule(getattr(package, one))}
+    assert exported & modules == set()
+
+
+@pytest.mark.slow
+def test_doctests_pass_whichever_module_is_collected_first() -> None:
+    files = ["providers/base.py", "solvers/run.py", "data/base.py", "studies/compare/run.py"]
+    paths = [str(PACKAGE / file) for file in files]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *paths]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent)
+    assert ended.returncode == 0, ended.stdout
 
 
 # What a room must not import, whatever else it may: data flows one way.

@@ -31,7 +31,7 @@ from curvlab.measure.stopwatch import Elapsed, Timing, frame, interleaved, ratio
 from curvlab.problem import Problem
 from curvlab.providers import Context, Fisher
 from curvlab.solvers import KFI, LayerDirection, LayerGradient
-from curvlab.solvers.systems import Damping
+from curvlab.solvers.base import Damping
 from curvlab.studies.compare import costs
 from curvlab.studies.compare.costs import (
     IN_VAIN,

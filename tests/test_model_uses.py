@@ -329,6 +329,13 @@ def test_the_matrix_times_an_input_row_is_the_functions_output(case: Case) -> No
 
 
 @all_cases
+def test_the_image_of_a_weight_is_its_matrix_times_every_row(case: Case, chunks: None) -> None:
+    other = draw(*case.weight.shape, seed=5)
+    expected = torch.einsum("gon,bsgn->bsgo", case.use.matrix(other), case.use.input_rows())
+    close(case.use.image(other), expected)
+
+
+@all_cases
 def test_input_rows_are_the_jacobian_in_the_weight(case: Case) -> None:
     close(case.use.input_rows(), case.input_rows)
     close(case.use.input_rows(1, 2), case.input_rows[1:2])

@@ -10,6 +10,8 @@ from torch.nn import functional as F
 
 import curvlab
 from curvlab.exceptions import ProblemError
+from curvlab.measure.memory import peak_bytes
+from curvlab.model import nodes
 from curvlab.model.nodes import ElementwiseNode, NodeRows, NonlinearNode, NormNode
 from curvlab.model.recording import GraphRecording
 from tests.node_networks import CASES, LOSSES, layer_hessian
@@ -43,7 +45,7 @@ def jacobians(recording: GraphRecording, node: NonlinearNode | None) -> dict[str
 def local_hessian(node: NonlinearNode, gradient: Tensor) -> Tensor:
     """M of one example on u.flatten(), no mean taken."""
     if isinstance(node, ElementwiseNode):
-        return torch.diag((node.second_derivative() * gradient).flatten())
+        return torch.diag(node.own_terms(gradient).flatten())
     assert isinstance(node, NormNode)
     positions, groups, units = node.rows.counts
     scale = torch.ones_like(gradient) if node.scale is None else node.scale.expand_as(gradient)
@@ -129,6 +131,25 @@ def test_mean_curvature_is_the_mean_over_examples_and_positions(function) -> Non
                 second = hessian(lambda z, c=c, p=p, entry=entry: entry(z, c, p))(u[0, c, p])
                 expected[c] += share[i] * second * along[0, c, p] / 4
     torch.testing.assert_close(found, expected[None], rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("exponent", [3, torch.rand(64, 8).double() + 2], ids=["number", "of u's shape"])
+def test_a_large_node_is_differentiated_in_pieces_with_the_same_numbers(
+    exponent: float | Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    u = (torch.rand(64, 8).double() + 1).requires_grad_()
+    node = nodes.NodeFinder(64).before(torch.pow, (u, exponent), {}, [u])
+    assert isinstance(node, ElementwiseNode)
+    gradient = torch.randn(64, 8).double()
+    monkeypatch.setattr(nodes, "PIECE", 100)  # 12 of the 64 rows at a time
+    expected = exponent * (exponent - 1) * u.detach() ** (exponent - 2) * gradient
+    torch.testing.assert_close(node.own_terms(gradient), expected, rtol=1e-13, atol=0)
+
+
+def test_the_terms_of_a_node_take_little_more_memory_than_the_node() -> None:
+    u, gradient = torch.randn(2, 16, 128, 1024).unbind()
+    node = ElementwiseNode("silu", NodeRows(tuple(u.shape), 16), u, F.silu)
+    assert peak_bytes(lambda: node.own_terms(gradient), device="cpu") < 2.5 * u.nbytes
 
 
 NORMS = {

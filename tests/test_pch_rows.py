@@ -268,7 +268,7 @@ def test_poseig_comes_after_the_mean_over_examples_and_positions() -> None:
     problem = curvlab.Problem(model, "cross-entropy", inputs, targets)
     recording = problem.recording()
     node, gradient = next(iter(gradients_at_nodes(recording).items()))
-    own = node.rows.of(node.second_derivative() * gradient)
+    own = node.rows.of(node.own_terms(gradient))
     right = problem.recording().node_curvatures()[recording.forward.nodes.index(node)]
     for early in (own.abs().mean((0, 1)), own.mean(1).abs().mean(0)):
         assert not torch.allclose(early, right.abs(), rtol=0.05)

@@ -311,6 +311,39 @@ def test_figures_draw_on_the_axes_given_and_leave_settings_alone() -> None:
     assert dict(mpl.rcParams) == before
 
 
+LONG = ["gauss-newton[kind=rows,samples=1]", "pch[gamma=-0.5,kind=rows,poseig=last]", "fisher[kind=mc]"]
+
+
+def test_a_legend_of_long_names_stands_within_its_figure_and_leaves_the_axes_their_width() -> None:
+    frame = pd.concat([cells().assign(provider=name, status="ok", total_seconds=0.01) for name in LONG])
+    spectra = pd.DataFrame({"provider": LONG, "layer": "0", "largest": 1.0, "median": 0.1})
+    for ax in (pareto_scatter(frame), eigenvalue_points(spectra, alpha=0.1)):
+        figure, legend = ax.get_figure(root=True), ax.get_legend()
+        assert figure is not None
+        assert legend is not None
+        figure.draw_without_rendering()
+        assert legend.get_window_extent().x1 <= figure.bbox.x1
+        assert legend.get_window_extent().y0 >= figure.bbox.y0
+        assert ax.get_window_extent().width > 0.75 * figure.bbox.width
+        assert ax.get_window_extent().height > 0.5 * figure.bbox.height
+
+
+def test_a_pair_with_a_long_name_keeps_its_solver() -> None:
+    frame = cells().assign(provider="gauss-newton[kind=rows,samples=1,positions=4]", status="ok")
+    assert all(
+        label.get_text().endswith((" + kfi", " + ea-cg")) for label in cost_bars(frame).get_yticklabels()
+    )
+    assert all(text.get_text().endswith((" + kfi", " + ea-cg")) for text in pareto_scatter(frame).texts)
+
+
+def test_errors_that_differ_little_are_told_apart() -> None:
+    frame = cells().assign(status="ok", total_seconds=[1, 2, 3, 4, 5, 6])
+    frame["error_relative"] = [0.84, 0.83, 0.82, 0.81, 0.80, 0.79]
+    low, high = pareto_scatter(frame).get_ylim()
+    assert 75 < low < 79
+    assert 84 < high < 90
+
+
 def test_bars_of_one_repetition_have_no_whiskers() -> None:
     def entries(frame: pd.DataFrame) -> list[str]:
         legend = cost_bars(frame).get_legend()

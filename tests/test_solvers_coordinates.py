@@ -10,6 +10,7 @@ import curvlab
 from curvlab.linalg import DenseFactor, GramFactor
 from curvlab.linalg.factors import InputFactors
 from curvlab.linalg.steps import RowGradient, RowProduct, as_step
+from curvlab.solvers.base import DampedSystem, WeightMeasures
 from curvlab.solvers.input_coordinates import (
     SPLIT_ELEMENTS,
     DenseCoordinates,
@@ -20,7 +21,6 @@ from curvlab.solvers.input_coordinates import (
     SampleCoordinates,
     split_gradient,
 )
-from curvlab.solvers.systems import DampedSystem, WeightMeasures
 from tests.solver_cases import assert_close, problem
 from tests.test_linalg_factors import randn, roots
 

@@ -9,7 +9,7 @@ import torch
 
 import curvlab
 from curvlab import Additive, Mixed
-from curvlab.solvers.systems import split_damping
+from curvlab.solvers.base import split_damping
 from tests.solver_cases import WIDE, assert_close, dense_solve, pi_of, problem, written_out
 
 ALPHA = 0.05

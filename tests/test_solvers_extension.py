@@ -17,12 +17,12 @@ from curvlab.distributed.communicator import LocalCommunicator
 from curvlab.linalg import Factor, Step
 from curvlab.linalg.steps import as_step
 from curvlab.solvers import LayerDirection, LayerGradient, Solver
+from curvlab.solvers.base import KroneckerSystem
 from curvlab.solvers.input_coordinates import form_gradient
-from curvlab.solvers.systems import KroneckerSystem
 from tests.solver_cases import WIDE, assert_close, problem
 
 # The package has a function of the same name, so the module is asked for by its own.
-SOLVE = import_module("curvlab.solvers.solve")
+SOLVE = import_module("curvlab.solvers.run")
 
 
 @dataclass(frozen=True, eq=False)

@@ -82,7 +82,7 @@ class Clock:
 
 CLOCK = Clock()
 # The package has a function of the same name, so the module is asked for by its own.
-SOLVE = import_module("curvlab.solvers.solve")
+SOLVE = import_module("curvlab.solvers.run")
 
 
 class SlowKFI(KFI):

@@ -19,8 +19,8 @@ from curvlab.exceptions import CurvlabError, PairError
 from curvlab.linalg import DenseFactor, DiagonalFactor, OperatorBlock
 from curvlab.linalg.factors import InputFactors
 from curvlab.optim.average import average, kept
-from curvlab.solvers.base import is_stack
-from curvlab.solvers.solve import solver_units
+from curvlab.solvers.run import solver_units
+from curvlab.solvers.solution import is_stack
 from tests.layer_cases import (
     ALL,
     SHARED,
@@ -265,7 +265,7 @@ def test_a_damping_that_is_none_is_an_error_of_curvlab(options: dict[str, object
 def test_units_are_shared_out_over_ranks_and_products_are_not(
     solver: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = importlib.import_module("curvlab.solvers.solve")
+    module = importlib.import_module("curvlab.solvers.run")
     monkeypatch.setattr(module, "communicator_of", lambda group: group)
     monkeypatch.setattr(sharing, "LATENCY", 0.0)
     monkeypatch.setattr(sharing, "FLOPS_PER_BYTE", 0.0)

@@ -13,7 +13,7 @@ import curvlab
 from curvlab.exceptions import SolveError
 from curvlab.linalg import DenseFactor, GramFactor, RowProduct
 from curvlab.optim.average import average, kept
-from curvlab.solvers.systems import DampedSystem, WeightMeasures
+from curvlab.solvers.base import DampedSystem, WeightMeasures
 from tests.solver_cases import SOLVERS, WIDE, assert_close, converged, problem
 
 Convert = Callable[[curvlab.Curvature, curvlab.Gradient], tuple[curvlab.Curvature, curvlab.Gradient]]

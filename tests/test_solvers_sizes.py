@@ -11,7 +11,7 @@ from curvlab.linalg.factors import InputFactors
 from curvlab.linalg.steps import RowGradient
 from curvlab.measure import device
 from curvlab.solvers.input_coordinates import EigenCoordinates, MeanCoordinates, RowCoordinates
-from curvlab.solvers.solve import check_gradient
+from curvlab.solvers.run import check_gradient
 from tests.solver_cases import NARROW, SOLVERS, WIDE, assert_close, problem
 from tests.test_linalg_factors import randn
 

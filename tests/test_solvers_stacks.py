@@ -17,8 +17,9 @@ from curvlab.linalg.factors import InputFactors
 from curvlab.linalg.stacks import DenseStack, diagonal_blocks, stack_factors
 from curvlab.providers import sides
 from curvlab.solvers import KFI, LayerDirection
-from curvlab.solvers.base import LayerGradient, is_stack
-from curvlab.solvers.solve import solver_units
+from curvlab.solvers.base import LayerGradient
+from curvlab.solvers.run import solver_units
+from curvlab.solvers.solution import is_stack
 from tests.layer_cases import SHARED, curvature_of, gradient_of, random_factor, shared
 from tests.layer_reference import assert_close
 

@@ -24,7 +24,7 @@ from curvlab.criteria.base import AllWeightsZeroError, LossTerms
 from curvlab.exceptions import ArgumentError, SpecError, describe_argument
 from curvlab.linalg.execution import full_precision
 from curvlab.problem import Problem
-from curvlab.providers.estimate import estimate
+from curvlab.providers.base import estimate
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -24,7 +24,7 @@ from curvlab.linalg.execution import full_precision
 from curvlab.linalg.krylov import eigenpairs, search_rows
 from curvlab.matrix_functions import SymmetricMatrix, check_rows
 from curvlab.problem import Problem
-from curvlab.providers.estimate import estimate
+from curvlab.providers.base import estimate
 from curvlab.solvers.solution import Status
 
 if TYPE_CHECKING:

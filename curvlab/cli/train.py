@@ -84,7 +84,7 @@ def command(
       curvlab train --track top-eigenvalue,trace --track-every 20
       torchrun --nproc-per-node=4 -m curvlab train --data cifar10 --batch 1000
     """
-    from curvlab.distributed.launch import launched
+    from curvlab.distributed.communicator import launched
     from curvlab.studies.train.run import train
 
     plan = _plan(options)

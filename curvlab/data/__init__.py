@@ -11,14 +11,13 @@ Other packages add theirs through the entry-point group `curvlab.datasets`.
 
 from __future__ import annotations
 
+from curvlab.data.base import Batches, Dataset, Examples, InputKind, Source, dataset, datasets
 from curvlab.data.characters import Characters
 from curvlab.data.cifar10 import Cifar10, Cifar10Enlarged
-from curvlab.data.dataset import Batches, Dataset, Examples, InputKind, Source
 from curvlab.data.digits import Digits
 from curvlab.data.image_folder import ImageFolder
 from curvlab.data.inputs import FileInputs, Inputs, PixelInputs, Standardisation, TensorInputs, TokenInputs
 from curvlab.data.synthetic import Synthetic, SyntheticImages, SyntheticRegression
-from curvlab.specs import Registry
 
 __all__ = [
     "Batches",
@@ -44,7 +43,6 @@ __all__ = [
     "datasets",
 ]
 
-datasets: Registry[Source] = Registry("data set", "curvlab.datasets")
 datasets.register("digits", Digits, "scikit-learn's 8×8 digits, embedded")
 datasets.register("cifar10", Cifar10, "CIFAR-10, downloaded once or from --data-dir")
 datasets.register("cifar10-224", Cifar10Enlarged, "CIFAR-10 enlarged to ImageNet's 224×224")
@@ -54,12 +52,3 @@ datasets.register("synthetic", Synthetic, "classes by a teacher network, any sha
 datasets.register("synthetic-regression", SyntheticRegression, "real targets by a teacher network, any shape")
 datasets.register("synthetic-images", SyntheticImages, "images with classes by a teacher network, any shape")
 datasets.register("characters", Characters, "generated text, every next character to be predicted")
-
-
-def dataset(spec: str | Source) -> Source:
-    """The data set of a spec, `name` or `name[key=value,…]`, ready to `.load(seed, data_dir)`.
-
-    >>> dataset("synthetic[features=20,classes=3]").load().features
-    20
-    """
-    return datasets.make(spec)

@@ -18,9 +18,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from curvlab.data.dataset import Dataset, Examples, Source
+from curvlab.data.base import Dataset, Examples, Source, generator
 from curvlab.data.inputs import TokenInputs
-from curvlab.data.splits import generator
 from curvlab.exceptions import SpecError
 
 __all__ = ["SYMBOLS", "Characters", "generate"]

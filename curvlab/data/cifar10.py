@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from curvlab.data.dataset import Dataset, Examples, Source
+from curvlab.data.base import Dataset, Examples, Source
 from curvlab.data.download import cache_folder, fetch, locked, unpack, user_folder
 from curvlab.data.inputs import Interpolation, PixelInputs, Standardisation
 from curvlab.exceptions import DataError, DataFolderError, SpecError

@@ -9,9 +9,8 @@ from typing import ClassVar
 import torch
 from sklearn.datasets import load_digits
 
-from curvlab.data.dataset import Dataset, Examples, Source
+from curvlab.data.base import Dataset, Examples, Source, stratified_split
 from curvlab.data.inputs import Standardisation, TensorInputs
-from curvlab.data.splits import stratified_split
 
 __all__ = ["Digits"]
 

@@ -16,10 +16,9 @@ from typing import ClassVar
 import torch
 from PIL import Image
 
-from curvlab.data.dataset import Dataset, Examples, Source
+from curvlab.data.base import Dataset, Examples, Source, permutation, stratified_split, stratified_subset
 from curvlab.data.download import user_folder
 from curvlab.data.inputs import FileInputs, Standardisation, decode
-from curvlab.data.splits import permutation, stratified_split, stratified_subset
 from curvlab.exceptions import DataFolderError, SpecError
 
 __all__ = ["ImageFolder"]

@@ -15,9 +15,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from curvlab.data.dataset import Dataset, Examples, Source
+from curvlab.data.base import Dataset, Examples, Source, generator
 from curvlab.data.inputs import Standardisation, TensorInputs
-from curvlab.data.splits import generator
 from curvlab.exceptions import SpecError
 
 __all__ = ["Synthetic", "SyntheticImages", "SyntheticRegression"]

@@ -11,7 +11,7 @@ same calls with the same `process_group`; without that argument nothing communic
 A rank without rows passes `[]` as its inputs, and takes part. `docs/scaling.md` says what is sent.
 """
 
-from curvlab.distributed.launch import Launch, launched, shard
+from curvlab.distributed.communicator import Launch, launched, shard
 from curvlab.distributed.statistics import LayerTraffic, layer_traffic
 
 __all__ = ["Launch", "LayerTraffic", "launched", "layer_traffic", "shard"]

@@ -9,14 +9,22 @@ A `Communicator` is one value that is made where a process group comes in (`proc
 `Problem.gradient`, `solve`, `SecondOrder`, `train`) and handed on; `LOCAL`, the default, is a process alone,
 for which all of them are free. Every rank must call each operation, in the same order. This module knows
 nothing of problems, providers or solvers, so that all of them may use it.
+
+`launched` makes the group of all ranks that torchrun started. Each takes a shard of the rows: shards are
+contiguous, in the order of the ranks, and differ by at most one row. The rows of all ranks, joined, are then
+the batch in its own order, so that whatever is keyed by a row's number (the draws of `fisher[kind=mc]`) does
+not change with the number of ranks.
 """
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,17 +33,25 @@ from torch.distributed import ProcessGroup
 
 from curvlab import exceptions
 from curvlab.exceptions import CurvlabError, RankError
+from curvlab.measure import device as devices
+
+if TYPE_CHECKING:
+    from curvlab.data.base import Batches
 
 __all__ = [
     "LOCAL",
     "Communicator",
     "Failure",
+    "Launch",
     "LocalCommunicator",
     "ProcessGroup",
     "ProcessGroupCommunicator",
     "TensorLike",
     "communicator_of",
     "failure_of",
+    "launched",
+    "rank_batches",
+    "shard",
 ]
 
 T = TypeVar("T")
@@ -290,3 +306,63 @@ def _put(result: list[Tensor], indices: Sequence[int], flat: Tensor, shapes: Seq
     parts = flat.split([torch.Size(shape).numel() for shape in shapes])
     for index, part, shape in zip(indices, parts, shapes, strict=True):
         result[index] = part.reshape(shape)
+
+
+TIMEOUT = timedelta(minutes=30)  # a rank may wait this long for another one's longest step
+
+
+@dataclass(frozen=True)
+class Launch:
+    """This process among those that torchrun started; alone, it has no group."""
+
+    process_group: ProcessGroup | None
+    rank: int
+    ranks: int
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process writes files and prints."""
+        return self.rank == 0
+
+
+@contextmanager
+def launched(device: str | torch.device = "auto") -> Iterator[Launch]:
+    """The group of a torchrun, with nccl for GPUs and gloo otherwise; no group outside of one.
+
+    Each rank takes the accelerator of its local number.
+
+    >>> with launched("cpu") as launch:
+    ...     launch.ranks, launch.leads
+    (1, True)
+    """
+    if not dist.is_torchelastic_launched():
+        yield Launch(None, 0, 1)
+        return
+    kind = devices.resolve(device).type
+    if kind != "cpu":
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+    backend = dist.get_default_backend_for_device(kind)
+    dist.init_process_group(backend, timeout=TIMEOUT)
+    try:
+        yield Launch(dist.group.WORLD, dist.get_rank(), dist.get_world_size())
+    finally:
+        dist.destroy_process_group()
+
+
+def shard(count: int, rank: int, ranks: int) -> slice:
+    """The rows of `rank` among `count`; empty where there are fewer rows than ranks before it.
+
+    >>> [shard(5, rank, 3) for rank in range(3)]
+    [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
+    """
+    each, more = divmod(count, ranks)
+    first = rank * each + min(rank, more)
+    return slice(first, first + each + (rank < more))
+
+
+def rank_batches(batches: Batches, rank: int, ranks: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """A rank's shard of every batch; the other rows are not read."""
+    for index in range(batches.start, batches.start + len(batches)):
+        first = index * batches.batch_size
+        chosen = batches.order[first : first + batches.batch_size]
+        yield batches.examples.batch(chosen[shard(len(chosen), rank, ranks)])

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from curvlab.exceptions import ProblemError
+from curvlab.linalg.execution import in_pieces
 from curvlab.linalg.pending import askable
 
 __all__ = [
@@ -52,6 +53,7 @@ __all__ = [
 
 ROUNDING = 1e-12  # of the largest eigenvalue of M̄: what is below is zero, along 1 for instance
 LARGEST_NORM = 2048  # units: M̄ is a matrix, and its eigenvectors are needed
+PIECE = 1 << 18  # entries whose second derivative is taken at a time, on the CPU
 
 
 def _words(text: str) -> frozenset[str]:
@@ -217,21 +219,35 @@ class ElementwiseNode(NonlinearNode):
     """h = σ(u), entry by entry: M = diag(σ'' ⊙ ∂ξ/∂h)."""
 
     function: Callable[[Tensor], Tensor]
+    divisible: bool = True  # whether the function may be given a part of u, along its first dimension
 
-    def second_derivative(self) -> Tensor:
-        """σ''(u), by differentiating twice."""
+    def own_terms(self, gradient: Tensor) -> Tensor:
+        """σ''(u) ⊙ ∂ξ/∂h, the diagonal of M, in the shape of u.
+
+        Differentiating twice holds about ten tensors of the size of u: on the CPU it is done in pieces, so
+        that at the widest node of a convolutional network it is not what takes the most memory of a step.
+        """
         self.check_unwritten()
+        if not self.divisible or not in_pieces(self.inputs) or self.inputs.numel() <= PIECE:
+            return self._second_derivative(self.inputs) * gradient
+        found = torch.empty_like(self.inputs)
+        length = max(1, PIECE * len(found) // found.numel())
+        for piece, u, g in zip(*(x.split(length) for x in (found, self.inputs, gradient)), strict=True):
+            torch.mul(self._second_derivative(u), g, out=piece)
+        return found
+
+    def _second_derivative(self, u: Tensor) -> Tensor:
+        """σ''(u), by differentiating twice."""
         with torch.inference_mode(False), torch.enable_grad():
-            at = self.inputs.detach().clone().requires_grad_()
+            at = u.detach().clone().requires_grad_()
             (slope,) = torch.autograd.grad(self.function(at).sum(), at, create_graph=True)
             if not slope.requires_grad:
-                return torch.zeros_like(self.inputs)
+                return torch.zeros_like(u)
             (second,) = torch.autograd.grad(slope.sum(), at, allow_unused=True)
-        return torch.zeros_like(self.inputs) if second is None else second.detach()
+        return torch.zeros_like(u) if second is None else second.detach()
 
     def mean_curvature(self, gradient: Tensor, weights: Tensor) -> Tensor:
-        terms = self.rows.of(self.second_derivative() * gradient)
-        return torch.tensordot(weights, terms.mean(1), 1)
+        return torch.tensordot(weights, self.rows.of(self.own_terms(gradient)).mean(1), 1)
 
 
 @dataclass(eq=False)
@@ -448,9 +464,11 @@ def _elementwise(
 ) -> ElementwiseNode:
     settings = {key: value for key, value in kwargs.items() if key != "input"}
     overwrites = getattr(func, "__name__", "").endswith("_") or bool(kwargs.get("inplace", False))
-    held = u.detach().clone() if overwrites or True in args[1:] else u.detach()
+    held = u.detach().clone() if overwrites or any(a is True for a in args[1:]) else u.detach()
+    tensors = [value for value in (*args[1:], *settings.values()) if isinstance(value, Tensor)]
+    divisible = u.ndim > 0 and all(value.ndim < u.ndim or value.shape[0] == 1 for value in tensors)
     # A copy goes in, so that a function that overwrites its argument may be differentiated, too.
-    return ElementwiseNode(base, rows, held, lambda x: func(x.clone(), *args[1:], **settings))
+    return ElementwiseNode(base, rows, held, lambda x: func(x.clone(), *args[1:], **settings), divisible)
 
 
 def norm_node(

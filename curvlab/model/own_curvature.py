@@ -310,7 +310,7 @@ def own_curvature(node: NonlinearNode | FurtherNode, gradient: Tensor) -> OwnCur
     if isinstance(node, FurtherNode):
         return node.own_curvature(gradient)
     if isinstance(node, ElementwiseNode):
-        return _DiagonalCurvature(node, node.second_derivative() * gradient)
+        return _DiagonalCurvature(node, node.own_terms(gradient))
     assert isinstance(node, NormNode)
     y, g, square = node.normalised(gradient)
     return _NormCurvature(node, node.centred, y, g, 1 / (y.shape[-1] * square[..., None]))

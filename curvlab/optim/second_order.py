@@ -54,13 +54,11 @@ from curvlab.optim.guard import (
 from curvlab.optim.levenberg_marquardt import LevenbergMarquardt
 from curvlab.problem import Problem
 from curvlab.providers import estimate
-from curvlab.providers.base import Provider
-from curvlab.providers.estimate import Chosen, estimate_jointly, estimate_with_gradient
+from curvlab.providers.base import Chosen, Provider, estimate_jointly, estimate_with_gradient
 from curvlab.providers.registry import providers
 from curvlab.solvers import Solution, solve
-from curvlab.solvers.base import Solver
+from curvlab.solvers.base import Mixed, Solver
 from curvlab.solvers.registry import solvers
-from curvlab.solvers.systems import Mixed
 from curvlab.specs import check_number
 
 if TYPE_CHECKING:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from curvlab.providers.base import Context, Provider
-from curvlab.providers.estimate import estimate
+from curvlab.providers.base import Context, Provider, estimate
 from curvlab.providers.fisher import Fisher
 from curvlab.providers.gauss_newton import GaussNewton
 from curvlab.providers.hessian import Hessian

@@ -80,6 +80,17 @@ class UseRows:
         rows = self.use.input_rows(first, last).to(self.outputs)
         return torch.einsum("pbsgo,bsgn->pbgon", self.outputs[:, first:last], rows)
 
+    def all_matrices(self) -> Tensor:
+        """R_i of all examples; only the patches of some of them are held at a time."""
+        spans = list(self.use.chunks())
+        if len(spans) == 1:
+            return self.matrices(*spans[0])
+        passes, examples, _, parts, outputs = self.outputs.shape
+        found = self.outputs.new_empty(passes, examples, parts, outputs, self.use.input_size)
+        for first, last in spans:
+            found[:, first:last] = self.matrices(first, last)
+        return found
+
 
 @dataclass(frozen=True, eq=False)
 class WeightRows(ParameterRows):
@@ -134,8 +145,7 @@ class WeightRows(ParameterRows):
             step = max(1, PIECE_ENTRIES // max(1, self.count * parts * inputs))
             for start in range(0, outputs, step):
                 piece = replace(one, outputs=one.outputs[..., start : start + step])
-                rows = torch.cat([piece.matrices(*span) for span in one.use.chunks()], 1)
-                total += gram(rows.reshape(self.count, -1))
+                total += gram(piece.all_matrices().reshape(self.count, -1))
             return total
         return gram(self.form())
 
@@ -144,12 +154,7 @@ class WeightRows(ParameterRows):
         for one in self.uses:
             one.check_unwritten()
             own = x if one.place is None else x[one.place[0] : one.place[1]]
-            matrix = one.use.matrix(own)
-            pieces = []
-            for first, last in one.use.chunks():
-                image = torch.einsum("bsgn,gon->bsgo", one.use.input_rows(first, last).to(x), matrix)
-                pieces.append(torch.einsum("pbsgo,bsgo->pb", one.outputs[:, first:last], image))
-            total = total + torch.cat(pieces, 1)
+            total = total + torch.einsum("pbsgo,bsgo->pb", one.outputs, one.use.image(own))
         return total.reshape(-1)
 
     def combination(self, y: Tensor) -> Tensor:
@@ -178,9 +183,8 @@ class WeightRows(ParameterRows):
         rows = self.uses[0].outputs.new_zeros(passes, examples, *self.shape)
         for one in self.uses:
             one.check_unwritten()
-            matrices = torch.cat([one.matrices(*span) for span in one.use.chunks()], 1)
             shape = one.shape_of(self.shape)
-            value = one.use.from_matrix(matrices, shape).reshape(passes, examples, *shape)
+            value = one.use.from_matrix(one.all_matrices(), shape).reshape(passes, examples, *shape)
             first, last = one.place or (0, rows.shape[2])
             rows[:, :, first:last] += value
         return rows.reshape(passes * examples, -1)
@@ -291,15 +295,16 @@ class ExampleSums:
         use, view = seen.use, seen.view
         if not isinstance(use, WeightUse) or view is None:
             return None
-        heard = [outputs.get(seen) for outputs, _ in self._passes]
+        # What one pass has heard is kept as it is, without a copy; of several the stack takes its place.
+        heard = [outputs.pop(seen, None) for outputs, _ in self._passes]
         like = next((rows for rows in heard if rows is not None), None)
         if like is None:
             outputs_of = self._outputs_of(seen)
             like = use.inputs.new_zeros(1, dtype=self.recording.logits.dtype).expand(
                 use.examples, use.positions, use.parts, outputs_of
             )
-        stacked = torch.stack([torch.zeros_like(like) if rows is None else rows for rows in heard])
-        return UseRows(use, view.rows, stacked)
+        found = [torch.zeros_like(like) if rows is None else rows for rows in heard]
+        return UseRows(use, view.rows, found[0][None] if len(found) == 1 else torch.stack(found))
 
     def _outputs_of(self, seen: SeenUse) -> int:
         """How many outputs each part of a use has, from its parameter's matrix."""

@@ -33,16 +33,9 @@ from curvlab.linalg.factors import row_square_norms
 from curvlab.measure import device
 from curvlab.model.recording import ChainRecording
 from curvlab.problem import Problem
-from curvlab.providers.base import (
-    INPUTS,
-    ChainOrRows,
-    Context,
-    ProblemSnapshot,
-    factor_layers,
-    kronecker_layers,
-)
+from curvlab.providers.base import INPUTS, ChainOrRows, Context, factor_layers, kronecker_layers
 from curvlab.providers.ekfac import EigenMoments, eigen_layers, row_statistics
-from curvlab.providers.operators import ModelOperator, products_at_once
+from curvlab.providers.operators import ModelOperator, ProblemSnapshot, products_at_once
 from curvlab.providers.pch import OUTPUT_HESSIAN, SLOPE_PRODUCTS, recurse
 from curvlab.providers.statistics import (
     CurvatureProducts,

@@ -37,10 +37,10 @@ from curvlab.measure import device
 from curvlab.model.layers import Chain
 from curvlab.model.recording import ChainRecording, Recording
 from curvlab.problem import Problem
-from curvlab.providers.base import Context, ProblemSnapshot, Provider, check_draws, example_layers
+from curvlab.providers.base import Context, Provider, check_draws, example_layers
 from curvlab.providers.chain_products import ChainProducts
 from curvlab.providers.hessian_rows import HessianRows
-from curvlab.providers.operators import ModelOperator, products_at_once
+from curvlab.providers.operators import ModelOperator, ProblemSnapshot, products_at_once
 from curvlab.providers.statistics import Statistic, Values
 from curvlab.specs import check_choices
 

@@ -4,28 +4,69 @@
     all blocks         v ↦ ∇² E[ξ] v                  cross blocks included, with structure=full
 
 Products run the model (`curvlab.model.products`). A single batch's graphs are kept with the curvature, so
-that each further product is one or two backward passes; a stream is run again for every product.
+that each further product is one or two backward passes; a stream is run again for every product. The problem
+must be as it was: see `ProblemSnapshot`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from curvlab.curvature_layers import OperatorLayer
+from curvlab.exceptions import StaleError
 from curvlab.linalg import OperatorBlock
 from curvlab.linalg.flat import WholeProduct
 from curvlab.model.double_backward import graph_entries
 from curvlab.model.products import BatchProducts, ModelProducts
-from curvlab.model.recording import ChainRecording, GraphRecording
+from curvlab.model.recording import ChainRecording, GraphRecording, Recording
 from curvlab.problem import Problem
-from curvlab.providers.base import ProblemSnapshot
+from curvlab.staleness import Versions, change_message
 
-__all__ = ["ModelOperator", "WeightedBatch", "products_at_once"]
+__all__ = ["ModelOperator", "ProblemSnapshot", "WeightedBatch", "products_at_once"]
+
+
+@dataclass(frozen=True, eq=False)
+class ProblemSnapshot:
+    """A problem as it was: a single batch's recording is kept, a stream is recorded for every product."""
+
+    problem: Problem
+    versions: Versions
+
+    @classmethod
+    def of(cls, problem: Problem) -> ProblemSnapshot:
+        """The problem as it is now."""
+        return cls(problem, problem.versions)
+
+    def check_unchanged(self) -> None:
+        """Refuse to go on with a model or a batch that have changed."""
+        self.problem.network.check_unchanged()
+        if changed := self.versions.differing(self.problem.tensors):
+            again = "and its blocks read them: call estimate() again"
+            raise StaleError(change_message(changed, "the curvature was estimated", again))
+
+    def batches(self) -> Iterator[tuple[Recording, Tensor]]:
+        """Each batch's recording, with its rows' weights in the mean over all."""
+        self.check_unchanged()
+        if not self.problem.streamed:
+            recording = self.problem.recording()
+            yield recording, recording.row_weights
+            return
+        total = self._total_weight
+        for recording in self.problem.recordings():
+            yield recording, recording.weights / total
+
+    @cached_property
+    def _total_weight(self) -> Tensor:
+        """Σ c_i of a stream, from one pass: every product has the same."""
+        return self.problem.total_weight()
+
 
 Which = Literal["hessian", "gauss_newton"]
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from curvlab.providers.base import Provider
+from curvlab.providers.base import providers
 from curvlab.providers.fisher import Fisher
 from curvlab.providers.gauss_newton import GaussNewton
 from curvlab.providers.hessian import Hessian
 from curvlab.providers.pch import PCH
-from curvlab.specs import Registry
 
 __all__ = ["providers"]
 
-providers: Registry[Provider] = Registry("provider", "curvlab.providers")
 providers.register("hessian", Hessian)
 providers.register("fisher", Fisher)
 providers.register("gauss-newton", GaussNewton)

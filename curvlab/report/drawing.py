@@ -20,14 +20,17 @@ from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
 import matplotlib as mpl
+import numpy as np
 import pandas as pd
 from markupsafe import Markup
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.text import Text
+from matplotlib.textpath import text_to_path
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from curvlab.report.numbers import digits
@@ -50,6 +53,7 @@ __all__ = [
     "pairs_of",
     "png",
     "shorten",
+    "shorten_pair",
     "svg",
 ]
 
@@ -167,6 +171,7 @@ def _places(names: Iterable[str], known: Mapping[str, int]) -> dict[str, int]:
 FONT = 9.0
 WIDTH = 6.2  # inches of a figure that stands by itself: whole, and legible, on a phone too
 LONGEST = 34
+LONGEST_PAIR = 42
 
 
 def get_axes(ax: Axes | None, width: float, height: float) -> Axes:
@@ -255,23 +260,54 @@ def handles(look: Look, providers: Iterable[str], solvers: Iterable[str], *, lin
     return swatches + marks
 
 
-def legend(ax: Axes, look: Look, entries: Sequence[Artist], *, columns: int = 0) -> None:
-    """A legend where it covers nothing: to the right of the axes, or below them in `columns`."""
-    height = ax.get_figure(root=True).get_figheight()  # type: ignore[union-attr]
+def legend(ax: Axes, look: Look, entries: Sequence[Artist], *, columns: int) -> None:
+    """A legend below the axes, where it covers nothing: `columns` wide, or as many as there is room for.
+
+    Axes that are alone on their figure keep their height: the figure grows by the rows that long names cost.
+    """
+    figure = ax.get_figure(root=True)
+    assert figure is not None
+    height, grid = figure.get_figheight(), ax.get_subplotspec()
+    panels = 1 if grid is None else grid.get_gridspec().ncols
+    fitting = _columns_that_fit(entries, columns, 72 * figure.get_figwidth() / panels - BESIDE_LEGEND)
+    if len(figure.axes) == 1:
+        rows, planned = (-(-len(entries) // count) for count in (fitting, columns))
+        figure.set_figheight(height + (rows - planned) * LEGEND_ROW / 72)
     under = -0.6 / max(height - 0.9, 0.5)  # the ticks and the label of the axis, in heights of the axes
-    below = {"loc": "upper left", "bbox_to_anchor": (0.0, under), "ncols": columns, "columnspacing": 1.4}
-    beside = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0)}
     box = ax.legend(
         handles=list(entries),
-        **(below if columns else beside),
+        loc="upper left",
+        bbox_to_anchor=(0.0, under),
+        ncols=fitting,
+        columnspacing=COLUMN_SPACING,
         frameon=False,
         fontsize=FONT,
         labelcolor=look.theme.ink,
-        handlelength=2.6,
+        handlelength=HANDLE,
         borderaxespad=0.0,
     )
     for text in box.get_texts():
         text.set_parse_math(False)
+
+
+HANDLE, COLUMN_SPACING = 2.6, 1.4  # in font sizes, as matplotlib counts them
+BESIDE_LEGEND = 58.0  # points left of the axes: ticks, their labels and that of the axis
+LEGEND_ROW = 1.55 * FONT  # points
+
+
+def _columns_that_fit(entries: Sequence[Artist], most: int, room: float) -> int:
+    """How many columns of a legend stand in so many points: matplotlib would narrow the axes instead."""
+    font = FontProperties(size=FONT)
+    widths = [
+        text_to_path.get_text_width_height_descent(str(entry.get_label()), font, False)[0]
+        + (HANDLE + 0.8) * FONT
+        for entry in entries
+    ]
+    for columns in range(min(most, len(entries)), 1, -1):
+        longest = [max(column) for column in np.array_split(widths, columns)]
+        if sum(longest) + (columns - 1) * COLUMN_SPACING * FONT <= room:
+            return columns
+    return 1
 
 
 def pairs_of(frame: pd.DataFrame) -> list[tuple[str, str]]:
@@ -279,10 +315,22 @@ def pairs_of(frame: pd.DataFrame) -> list[tuple[str, str]]:
     return list(dict.fromkeys(zip(frame["provider"].astype(str), frame["solver"].astype(str), strict=True)))
 
 
-def shorten(name: str) -> str:
+def shorten(name: str, longest: int = LONGEST) -> str:
     """A name that fits a legend or an axis, on one line."""
     name = " ".join(name.split())
-    return name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…"
+    return name if len(name) <= longest else f"{name[: longest - 1]}…"
+
+
+def shorten_pair(provider: str, solver: str) -> str:
+    """A pair's name that fits; the provider gives way, since the pairs of one provider differ in the solver.
+
+    >>> shorten_pair("gauss-newton[kind=rows,samples=1,positions=4]", "ea-cg")
+    'gauss-newton[kind=rows,samples=1,… + ea-cg'
+    """
+    if not solver:
+        return shorten(provider)
+    end = f" + {shorten(solver, LONGEST_PAIR // 2)}"
+    return shorten(provider, LONGEST_PAIR - len(end)) + end
 
 
 def _tick(value: float) -> str:

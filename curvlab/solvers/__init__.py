@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from curvlab.solvers.base import LayerDirection, LayerGradient, Solver
+from curvlab.solvers.base import Additive, Damping, LayerDirection, LayerGradient, Mixed, Solver
 from curvlab.solvers.conjugate_gradients import CG, EACG
 from curvlab.solvers.exact import Exact
 from curvlab.solvers.factored_inverse import KFI, ShermanMorrisonKFI
 from curvlab.solvers.registry import solvers
+from curvlab.solvers.run import solve
 from curvlab.solvers.solution import BlockSolution, Direction, Solution, Status
-from curvlab.solvers.solve import solve
-from curvlab.solvers.systems import Additive, Damping, Mixed
 
 __all__ = [
     "CG",

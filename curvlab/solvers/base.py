@@ -1,4 +1,4 @@
-"""What a solver is, what it is given of a layer, and what its answers make of the layer's parameters.
+"""What a solver is, the damping that it is given, and the damped systems that it solves.
 
 A solver is frozen configuration with two phases, timed apart:
 
@@ -8,22 +8,40 @@ A solver is frozen configuration with two phases, timed apart:
 `prepare` sees the gradient's form (not its values) to choose the coordinates it prepares for. The layer it is
 given is a *unit*: a Kronecker layer with at most one weight matrix and one bias vector, whatever the layer of
 the curvature is (see `curvature_layers`). Where the weight is many small matrices of one shape and the solver
-says that it `solves_stacks`, the unit is all of them at once. The gradient of a parameter is cut along the
-parameter's view; the steps are put together again:
+says that it `solves_stacks`, the unit is all of them at once.
 
-    step        the units' steps, in the view of the parameter: formed no earlier than they are
-    residual    √(Σ_g ‖rest_g‖²) / ‖G‖ over the parts g of a weight, each of its own system
-    status      the worst of the parts;  iterations: the most;  rank, seconds: the sum
+Damping is how the identity is mixed into a curvature before it is inverted:
 
-`residual_full` and dᵀCd are those of the layer's own block, which may be another matrix than the units':
-the mean input factor goes with B of ḡ, and a tied matrix is solved by its diagonal.
+    Mixed(α)      (1-α) C + α I     the paper's; what `alpha=` means
+    Additive(τ)   C + τ I
+
+    damped system      s B D A + τ D = -G                (s, τ) from the damping, A the input factor
+    factored system    (B + β I) D (A + γ I) = -G        what the factored inverse solves
+
+Conjugate gradients and the exact reference solve the damped system. The factored inverse splits the
+identity's share over its two factors instead, (B + √α/π I)⁻¹ ⊗ (A + π√α I)⁻¹, so it reads `shift` only:
+
+    π_t = sqrt((tr A / n_{t-1}) / (tr B / n_t))
+
+Where the curvature is C + λI with an l2 term (`l2`, which `solve` sets), A, B and π are of the data part C:
+
+    s (C + λI) + τI = s C + (τ + sλ) I      what `shift` gives conjugate gradients and the exact reference
+    τ + λ                                   `factored_shift`, in the place of α in the factored inverse
+
+The paper leaves π undefined; this is KFAC's, with A the input factor in use, and clamped to [1e-6, 1e6]:
+tr B = 0 gives 1e6 (the limit is -G/τ), tr A = 0 gives 1e-6, both 0 give 1. Whether the clamp binds is part of
+the result, as a tensor: the solve itself reads nothing.
+
+Residuals, gᵀd and dᵀCd are computed when they are asked for, from the direction alone; residuals are the true
+ones, relative to ‖G‖. They share nothing with the solvers but the factors and stay in the sample space when
+the direction and the gradient do.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import torch
@@ -32,41 +50,169 @@ from torch import Tensor
 from curvlab.curvature import Curvature
 from curvlab.curvature_layers import KroneckerLayer, LayerCurvature
 from curvlab.exceptions import PairError, SpecError
-from curvlab.linalg import Block, Matrix, MatrixView, Step, TensorStep, ViewStep
-from curvlab.linalg.cg import Outcome
-from curvlab.linalg.factors import InputKind, binary_scale, nonzero_or_one
-from curvlab.linalg.steps import Gradient, as_step, view_entry
-from curvlab.solvers.input_coordinates import Route, WeightGradient
-from curvlab.solvers.solution import BlockSolution
-from curvlab.solvers.systems import (
-    Damping,
-    DampingSplit,
-    LayerGradient,
-    Measures,
-    System,
-    relative_norm,
-    scale_to_gradient,
+from curvlab.linalg import Factor, GramFactor, Matrix, RowProduct
+from curvlab.linalg.execution import FullPrecision
+from curvlab.linalg.factors import InputFactors, InputKind, binary_scale
+from curvlab.linalg.steps import RowGradient, as_step
+from curvlab.measure import device
+from curvlab.solvers.input_coordinates import (
+    Route,
+    WeightGradient,
+    form_gradient,
+    input_factors,
+    output_factor,
 )
-from curvlab.specs import INTERFACE, check_choices
+from curvlab.specs import INTERFACE, check_choices, check_number
 from curvlab.staleness import Versions
 
 __all__ = [
+    "NOTHING_READ",
+    "PI_LIMITS",
+    "Additive",
+    "BiasMeasures",
+    "DampedSystem",
+    "Damping",
+    "DampingSplit",
+    "FactoredSystem",
     "Formulation",
     "Guidance",
-    "JoinedMeasures",
+    "KroneckerSystem",
     "LayerDirection",
     "LayerGradient",
+    "Measures",
+    "Mixed",
     "Preconditioner",
-    "SolvedUnit",
     "Solver",
-    "Unit",
+    "System",
+    "WeightMeasures",
     "check_mean_above",
-    "entry_of",
-    "is_stack",
-    "join_units",
-    "layer_gradient",
-    "units_of",
+    "damping_from",
+    "relative_norm",
+    "scale_to_gradient",
+    "split_damping",
 ]
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """(1-α) C + α I, 0 < α ≤ 1.
+
+    >>> Mixed(0.05).scale, Mixed(0.05).shift
+    (0.95, 0.05)
+    """
+
+    alpha: float
+    l2: float = field(default=0.0, kw_only=True, repr=False)
+
+    def __post_init__(self) -> None:
+        expected = "the identity's share, a number in (0, 1]; the paper uses 0.01 to 0.1"
+        check_number("alpha", self.alpha, expected, lambda x: 0 < x <= 1)
+
+    @property
+    def scale(self) -> float:
+        """What C is multiplied by."""
+        return 1 - self.alpha
+
+    @property
+    def shift(self) -> float:
+        """What I is multiplied by, beside s times the data part of C."""
+        return self.alpha + self.scale * self.l2
+
+    @property
+    def factored_shift(self) -> float:
+        """What the factored inverse splits over its factors."""
+        return self.alpha + self.l2
+
+    def __str__(self) -> str:
+        return f"mixed({self.alpha:g})"
+
+
+@dataclass(frozen=True)
+class Additive:
+    """C + τ I, τ > 0.
+
+    >>> Additive(0.1).scale, Additive(0.1).shift
+    (1.0, 0.1)
+    """
+
+    tau: float
+    l2: float = field(default=0.0, kw_only=True, repr=False)
+
+    def __post_init__(self) -> None:
+        expected = "the added multiple of the identity, a positive and finite number"
+        check_number("tau", self.tau, expected, lambda x: 0 < x < float("inf"))
+
+    @property
+    def scale(self) -> float:
+        """What C is multiplied by."""
+        return 1.0
+
+    @property
+    def shift(self) -> float:
+        """What I is multiplied by, beside the data part of C."""
+        return self.tau + self.l2
+
+    @property
+    def factored_shift(self) -> float:
+        """What the factored inverse splits over its factors."""
+        return self.tau + self.l2
+
+    def __str__(self) -> str:
+        return f"additive({self.tau:g})"
+
+
+Damping = Mixed | Additive
+
+
+def damping_from(alpha: float | None, damping: Damping | None) -> Damping:
+    """The damping given as `alpha=` or as a value; exactly one of them."""
+    if (alpha is None) == (damping is None):
+        raise SpecError(
+            "give the damping once: alpha=0.05 (the paper's (1-α)C + αI) or damping=Additive(0.1)"
+        )
+    if alpha is not None:
+        return Mixed(check_number("alpha", alpha, "a number in (0, 1]", lambda _: True))
+    if not isinstance(damping, Mixed | Additive):
+        raise SpecError(f"damping={damping!r}: expected Mixed(alpha) or Additive(tau), or alpha={damping}")
+    return damping
+
+
+PI_LIMITS = (1e-6, 1e6)
+
+
+@dataclass(frozen=True, eq=False)
+class DampingSplit:
+    """π, and whether it would lie outside of `PI_LIMITS` (both scalar tensors; of a stack one for each)."""
+
+    pi: Tensor
+    clamped: Tensor
+
+    @classmethod
+    def from_value(cls, pi: float, like: Tensor, count: int = 1) -> DampingSplit:
+        """A π that was given, not computed; the same for all systems of a stack of `count`."""
+        one = torch.ones(() if count == 1 else (count,), dtype=like.dtype, device=like.device)
+        return cls(pi * one, torch.zeros_like(one, dtype=torch.bool))
+
+
+def split_damping(trace_a: Tensor, n_a: int, trace_b: Tensor, n_b: int) -> DampingSplit:
+    """π from the average traces of the factors.
+
+    >>> split_damping(torch.tensor(8.0), 2, torch.tensor(3.0), 3).pi.item()
+    2.0
+    """
+    # Two roots, because the ratio of the traces overflows where that of their roots does not.
+    ratio = (trace_a / n_a).clamp(min=0).sqrt() / (trace_b / n_b).clamp(min=0).sqrt()
+    raw = ratio.nan_to_num(nan=1.0, posinf=float("inf"))
+    pi = raw.clamp(*PI_LIMITS)
+    return DampingSplit(pi, pi != raw)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerGradient:
+    """The gradient of one layer's parameters (None: the parameter has no block)."""
+
+    weight: WeightGradient | None
+    bias: Tensor | None
 
 
 Formulation = Literal["reduced", "explicit"]
@@ -217,226 +363,256 @@ def check_mean_above(mean_above: int | None, kind: InputKind) -> None:
         raise SpecError(f"mean_above={mean_above}: expected a number of inputs, 0 or more")
 
 
-@dataclass(frozen=True, eq=False)
-class Unit:
-    """A part of a layer that a solver solves by itself: `given` is what the solver is given of it."""
-
-    layer: LayerCurvature
-    given: LayerCurvature
-    gradient: LayerGradient
-    solver: Solver
+NOTHING_READ = Versions(())
+SIGNIFICANT = 1e3  # times its rounding: the least square norm that counts as accurate
 
 
-def entry_of(gradient: Mapping[str, Tensor], name: str) -> WeightGradient:
-    """A gradient's entry as it is held: in factors where it has them."""
-    return gradient.factored(name) if isinstance(gradient, Gradient) else gradient[name]
+class Measures(FullPrecision, ABC):
+    """What can be asked of a solved block, as tensors; `reads` are the tensors it is computed from."""
 
-
-def layer_gradient(layer: LayerCurvature, gradient: Mapping[str, Tensor]) -> LayerGradient:
-    """The gradient of the weight and the bias of one layer, in factors where it has them."""
-    return LayerGradient(
-        None if layer.weight_name is None else entry_of(gradient, layer.weight_name),
-        None if layer.bias_name is None else view_entry(gradient, layer.bias_name),
-    )
-
-
-def units_of(layer: LayerCurvature, solver: Solver, gradient: Mapping[str, Tensor]) -> list[Unit]:
-    """The units of a layer for a solver, each with its part of the gradient."""
-    given = solver.units(layer)
-    if isinstance(layer, KroneckerLayer) or all(one.matrix_free for one in given):
-        return [Unit(layer, one, layer_gradient(one, gradient), solver) for one in given]
-    matrices, place = None, 0
-    if layer.view is not None and layer.weight_name is not None:
-        matrices = layer.view.matrices(view_entry(gradient, layer.weight_name))
-    units = []
-    for one in given:
-        weight = None
-        if one.weight_name is not None and matrices is not None:
-            weight = matrices if is_stack(one) else matrices[place]
-            place += 1
-        bias = None if one.bias_name is None else view_entry(gradient, one.bias_name).reshape(-1)
-        units.append(Unit(layer, one, LayerGradient(weight, bias), solver))
-    return units
-
-
-def is_stack(unit: LayerCurvature) -> bool:
-    """Whether the unit is all matrices of a weight at once."""
-    return unit.output is not None and unit.output.count > 1
-
-
-@dataclass(frozen=True, eq=False)
-class SolvedUnit:
-    """The systems of one unit and what a solver made of them."""
-
-    given: LayerCurvature
-    gradient: LayerGradient
-    direction: LayerDirection
-    damping: Damping
-    tolerance: float
-    seconds_prepare: float
-    seconds_apply: float
-
-    def entries(self) -> dict[str, Matrix]:
-        """The steps by parameter name."""
-        named = ((self.given.weight_name, self.direction.weight), (self.given.bias_name, self.direction.bias))
-        return {name: step for name, step in named if name is not None and step is not None}
-
-    def blocks(self) -> dict[str, BlockSolution]:
-        """How each was found, by parameter name."""
-        found = self.direction
-        measures = found.system.measures(self.given, self.gradient, found.weight, found.bias, self.damping)
-        return {
-            name: self._block(name, measures[name], column, len(measures))
-            for column, name in enumerate(self.entries())
-        }
-
-    def _block(self, name: str, measures: Measures, column: int, count: int) -> BlockSolution:
-        """Block `column` of `count`; the unit's time is theirs in equal parts."""
-        found, of_weight = self.direction, name == self.given.weight_name
-        systems = slice(None) if is_stack(self.given) else column
-        return BlockSolution(
-            name=name,
-            layer=self.given.name,
-            measures=measures,
-            tolerance=self.tolerance,
-            route=found.route,
-            rank=found.rank if of_weight else found.system.bias_rank(self.given),
-            outcome=None if found.outcomes is None else found.outcomes[systems],
-            iteration_count=None if found.iterations is None else found.iterations[systems],
-            history=None if found.history is None else found.history[:, systems],
-            split=found.split if of_weight else None,
-            seconds_prepare=self.seconds_prepare / count,
-            seconds_apply=self.seconds_apply / count,
-            reads=measures.reads,
-        )
-
-
-def join_units(
-    layer: LayerCurvature, solved: Sequence[SolvedUnit], gradient: Mapping[str, Tensor], damping: Damping
-) -> tuple[dict[str, Matrix], dict[str, BlockSolution]]:
-    """The steps of a layer's parameters, and how they were found, from those of its units."""
-    if isinstance(layer, KroneckerLayer) or all(one.given.matrix_free for one in solved):
-        # The units are the layer itself, or its blocks as they are.
-        return (
-            {name: step for one in solved for name, step in one.entries().items()},
-            {name: block for one in solved for name, block in one.blocks().items()},
-        )
-    answers = [(one, one.entries(), one.blocks()) for one in solved]
-    steps: dict[str, Matrix] = {}
-    blocks: dict[str, BlockSolution] = {}
-    for name, block in layer.blocks.items():
-        own = [answer for answer in answers if name in answer[1]]
-        found = [solutions[name] for _, _, solutions in own]
-        whole = view_entry(gradient, name)
-        if name == layer.weight_name and layer.view is not None:
-            parts = layer.view.matrices(whole)
-            steps[name] = _join_steps(layer.view, own[0][0].given, [entries[name] for _, entries, _ in own])
-        else:
-            parts = whole[None]
-            steps[name] = as_step(own[0][1][name]).form().reshape(block.shape)
-        measures = JoinedMeasures(
-            tuple(one.measures for one in found),
-            parts,
-            block,
-            as_step(steps[name]),
-            whole,
-            damping,
-            Versions.of({f"the gradient of `{name}`": whole}),
-        )
-        blocks[name] = _join_blocks(layer.name, found, measures)
-    return steps, blocks
-
-
-def _join_steps(view: MatrixView, first: LayerCurvature, steps: Sequence[Matrix]) -> Step:
-    """The step of a weight from those of its units, of which a stack is the only one."""
-    if is_stack(first):
-        return TensorStep(view.parameter(as_step(steps[0]).form()))
-    return ViewStep(view, tuple(as_step(step) for step in steps))
-
-
-@dataclass(frozen=True, eq=False)
-class JoinedMeasures(Measures):
-    """Measures of a parameter from those of its units, and from the block that the curvature has for it.
-
-    `gradients` are those of its parts, along the first dimension.
-    """
-
-    units: tuple[Measures, ...]
-    gradients: Tensor
-    block: Block
-    direction: Step
-    gradient: Tensor
-    damping: Damping
     reads: Versions
 
-    def share(self, relative: Tensor) -> Tensor:
-        """√(Σ_g (r_g ‖G_g‖)²) / ‖G‖ for r_g relative to ‖G_g‖, along the first dimension."""
-        size = binary_scale(self.gradient)
-        norms = torch.linalg.vector_norm((self.gradients / size).flatten(1), dim=1)
-        # Of a part without a gradient it is the rest itself.
-        absolute = relative * torch.where(norms > 0, norms, 1 / size).reshape(-1, *(1,) * (relative.ndim - 1))
-        return torch.linalg.vector_norm(absolute, dim=0) / nonzero_or_one(torch.linalg.vector_norm(norms))
+    @abstractmethod
+    def residual(self) -> Tensor:
+        """Relative residual of the solver's own system."""
+
+    @abstractmethod
+    def residual_full(self) -> Tensor:
+        """Relative residual of (s E[hhᵀ] ⊗ B + τI) d = -g, which compares across solvers."""
+
+    @abstractmethod
+    def slope(self) -> Tensor:
+        """gᵀd."""
+
+    @abstractmethod
+    def quadratic(self) -> Tensor:
+        """dᵀCd with the undamped curvature, its λI included."""
+
+
+class System(ABC):
+    """The linear system that the direction of one layer solves."""
+
+    @abstractmethod
+    def measures(
+        self,
+        layer: LayerCurvature,
+        gradient: LayerGradient,
+        weight: Matrix | None,
+        bias: Tensor | None,
+        damping: Damping,
+    ) -> dict[str, Measures]:
+        """The measures of the steps `weight` and `bias`, by parameter name."""
+
+    @abstractmethod
+    def bias_rank(self, layer: LayerCurvature) -> int:
+        """What the rank of the bias's block cannot exceed."""
+
+
+class KroneckerSystem(System):
+    """A system made of the Kronecker factors of a layer."""
+
+    kind: InputKind
+
+    @abstractmethod
+    def times_weight(self, output: Factor, d: Tensor, d_times_input: Tensor) -> Tensor:
+        """The system's matrix times D, given D A."""
+
+    @abstractmethod
+    def times_bias(self, output: Factor, d: Tensor) -> Tensor:
+        """The same for a bias."""
+
+    def measures(
+        self,
+        layer: LayerCurvature,
+        gradient: LayerGradient,
+        weight: Matrix | None,
+        bias: Tensor | None,
+        damping: Damping,
+    ) -> dict[str, Measures]:
+        found: dict[str, Measures] = {}
+        reads = _gradient_versions(layer, gradient)
+        if layer.weight_name is not None and weight is not None and gradient.weight is not None:
+            found[layer.weight_name] = WeightMeasures(self, layer, weight, gradient.weight, damping, reads)
+        if layer.bias_name is not None and bias is not None and gradient.bias is not None:
+            found[layer.bias_name] = BiasMeasures(self, layer, bias, gradient.bias, damping, reads)
+        return found
+
+    def bias_rank(self, layer: LayerCurvature) -> int:
+        return output_factor(layer).rank_bound
+
+
+def _gradient_versions(layer: LayerCurvature, gradient: LayerGradient) -> Versions:
+    """What measures are computed from that others can change: the gradient, in factors or formed."""
+    weight, bias = gradient.weight, gradient.bias
+    named: dict[str, Tensor | None] = {f"the gradient of `{layer.bias_name}`": bias}
+    if isinstance(weight, RowGradient):
+        named["the batch"] = weight.inputs.rows
+    else:
+        named[f"the gradient of `{layer.weight_name}`"] = weight
+    return Versions.of({name: tensor for name, tensor in named.items() if tensor is not None})
+
+
+@dataclass(frozen=True, eq=False)
+class DampedSystem(KroneckerSystem):
+    """(s A ⊗ B + τ I) d = -g, for a bias (s B + τ I) d = -g."""
+
+    kind: InputKind
+    scale: float
+    shift: float
+
+    def times_weight(self, output: Factor, d: Tensor, d_times_input: Tensor) -> Tensor:
+        return self.scale * output.matmul(d_times_input) + self.shift * d
+
+    def times_bias(self, output: Factor, d: Tensor) -> Tensor:
+        return self.scale * output.matmul(d[:, None])[:, 0] + self.shift * d
+
+
+@dataclass(frozen=True, eq=False)
+class FactoredSystem(KroneckerSystem):
+    """(B + β I) D (A + γ I) = -G, for a bias (B + τ I) d = -g."""
+
+    kind: InputKind
+    beta: Tensor
+    gamma: Tensor
+    shift: float
+
+    def times_weight(self, output: Factor, d: Tensor, d_times_input: Tensor) -> Tensor:
+        right = d_times_input + self.gamma * d
+        return output.matmul(right) + self.beta * right
+
+    def times_bias(self, output: Factor, d: Tensor) -> Tensor:
+        return output.matmul(d[:, None])[:, 0] + self.shift * d
+
+
+class _RowSpace:
+    """Matrices M H' by their coefficients M."""
+
+    def __init__(self, gram: GramFactor) -> None:
+        self.gram = gram
+
+    def times_input(self, x: Tensor, kind: InputKind) -> Tensor:
+        """X A: M ↦ M K, or M K √c √cᵀ because E[h] = H'ᵀ√c."""
+        image = x @ self.gram.gram
+        return image if kind == "full" else torch.outer(image @ self.gram.root, self.gram.root)
+
+    def dot(self, x: Tensor, y: Tensor) -> Tensor:
+        return (x * (y @ self.gram.gram)).sum()
+
+    def square_norm(self, x: Tensor) -> Tensor:
+        """‖XH'‖² by the Gram matrix, or by the product itself where rounding could be a part of it."""
+        square = self.dot(x, x)
+        rounding = torch.finfo(x.dtype).eps * x.square().sum() * self.gram.gram.trace()
+        if not device.readable(square) or bool(square > SIGNIFICANT * rounding):
+            return square
+        return RowProduct(x, self.gram).square_norm()
+
+
+class _MatrixSpace:
+    """Matrices as they are; of a stack the measures are those of all of it together."""
+
+    def __init__(self, inputs: InputFactors) -> None:
+        self.inputs = inputs
+
+    def times_input(self, x: Tensor, kind: InputKind) -> Tensor:
+        if kind == "full":
+            return self.inputs.full.matmul(x.mT).mT
+        mean = self.inputs.mean[..., None]
+        return (x @ mean) * mean.mT
+
+    def dot(self, x: Tensor, y: Tensor) -> Tensor:
+        return (x * y).sum()
+
+    def square_norm(self, x: Tensor) -> Tensor:
+        return x.square().sum()
+
+
+@dataclass(frozen=True, eq=False)
+class WeightMeasures(Measures):
+    """Measures of the weight block of a Kronecker layer, in the sample space where all of it is there."""
+
+    system: KroneckerSystem
+    layer: LayerCurvature
+    direction: Matrix
+    gradient: WeightGradient
+    damping: Damping
+    reads: Versions = NOTHING_READ
+
+    def _represent(self) -> tuple[_RowSpace | _MatrixSpace, Tensor, Tensor]:
+        """Direction and gradient in the same representation."""
+        inputs, direction, gradient = input_factors(self.layer), as_step(self.direction), self.gradient
+        if (
+            isinstance(direction, RowProduct)
+            and isinstance(gradient, RowGradient)
+            and direction.gram.shares_rows_with(gradient.inputs)
+            and gradient.inputs.shares_rows_with(inputs.full)
+        ):
+            return _RowSpace(direction.gram), direction.coefficients, gradient.gradients.scaled_rows().T
+        return _MatrixSpace(inputs), direction.form(), form_gradient(gradient)
+
+    def _residual(self, system: KroneckerSystem) -> Tensor:
+        """‖system applied to D, plus G‖ / ‖G‖ (zero where G is zero)."""
+        space, d, g = self._represent()
+        d, g = scale_to_gradient(d, g)
+        rest = system.times_weight(output_factor(self.layer), d, space.times_input(d, system.kind)) + g
+        return relative_norm(space.square_norm(rest), space.square_norm(g))
 
     def residual(self) -> Tensor:
-        if len(self.units) == 1:
-            return self.units[0].residual()
-        return self.share(torch.stack([unit.residual() for unit in self.units]))
+        return self._residual(self.system)
 
     def residual_full(self) -> Tensor:
-        d, g = scale_to_gradient(self.direction.form(), self.gradient)
-        rest = self.damping.scale * self.block.matmul(d) + self.damping.shift * d + g
-        return relative_norm(rest.square().sum(), g.square().sum())
+        return self._residual(DampedSystem("full", self.damping.scale, self.damping.shift))
 
     def slope(self) -> Tensor:
-        return torch.stack([unit.slope() for unit in self.units]).sum()
+        """⟨G, D⟩."""
+        space, d, g = self._represent()
+        return space.dot(d, g)
 
     def quadratic(self) -> Tensor:
-        d = self.direction.form()
-        data = (d * self.block.matmul(d)).sum()
-        return data + self.damping.l2 * d.square().sum() if self.damping.l2 else data
+        """⟨D, B D E[hhᵀ]⟩ + λ‖D‖²."""
+        space, d, _ = self._represent()
+        data = space.dot(d, output_factor(self.layer).matmul(space.times_input(d, "full")))
+        return data + self.damping.l2 * space.square_norm(d) if self.damping.l2 else data
 
 
-def _join_blocks(layer: str, found: Sequence[BlockSolution], measures: JoinedMeasures) -> BlockSolution:
-    first = replace(found[0], layer=layer, measures=measures, reads=measures.reads)
-    if len(measures.gradients) == 1:
-        return first
-    # One entry for each part: from units of one part each, or from a stack that has them all.
-    outcomes = [one.outcome.reshape(-1) for one in found if one.outcome is not None]
-    counts = [one.iteration_count.reshape(-1) for one in found if one.iteration_count is not None]
-    histories = [one.history.reshape(len(one.history), -1) for one in found if one.history is not None]
-    splits = [one.split for one in found if one.split is not None]
-    return replace(
-        first,
-        route=", ".join(dict.fromkeys(one.route for one in found)),
-        rank=sum(one.rank for one in found),
-        outcome=_worst(torch.cat(outcomes)) if outcomes else None,
-        iteration_count=torch.cat(counts).amax() if counts else None,
-        history=measures.share(_to_one_length(histories)) if histories else None,
-        split=_join_splits(splits) if splits else None,
-        seconds_prepare=sum(one.seconds_prepare for one in found),
-        seconds_apply=sum(one.seconds_apply for one in found),
-    )
+@dataclass(frozen=True, eq=False)
+class BiasMeasures(Measures):
+    """Measures of the bias block of a layer with an output factor."""
+
+    system: KroneckerSystem
+    layer: LayerCurvature
+    direction: Tensor
+    gradient: Tensor
+    damping: Damping
+    reads: Versions = NOTHING_READ
+
+    def _residual(self, system: KroneckerSystem) -> Tensor:
+        d, g = scale_to_gradient(self.direction, self.gradient)
+        rest = system.times_bias(output_factor(self.layer), d) + g
+        return relative_norm(rest @ rest, g @ g)
+
+    def residual(self) -> Tensor:
+        return self._residual(self.system)
+
+    def residual_full(self) -> Tensor:
+        return self._residual(DampedSystem("full", self.damping.scale, self.damping.shift))
+
+    def slope(self) -> Tensor:
+        return self.direction @ self.gradient
+
+    def quadratic(self) -> Tensor:
+        data = self.direction @ output_factor(self.layer).matmul(self.direction[:, None])[:, 0]
+        return data + self.damping.l2 * self.direction.square().sum() if self.damping.l2 else data
 
 
-SEVERITY = (Outcome.CONVERGED, Outcome.LIMIT, Outcome.NEGATIVE_CURVATURE, Outcome.BREAKDOWN)
+def scale_to_gradient(direction: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Both over the gradient's size: squares of what is relative to it do not under- or overflow."""
+    size = binary_scale(gradient)
+    return direction / size, gradient / size
 
 
-def _worst(outcomes: Tensor) -> Tensor:
-    """The outcome that is the last in `SEVERITY` (nothing is read)."""
-    worst = outcomes[0]
-    for severe in SEVERITY:
-        worst = torch.where((outcomes == int(severe)).any(), int(severe), worst)
-    return worst
-
-
-def _to_one_length(histories: Sequence[Tensor]) -> Tensor:
-    """One row per part; a history that ended earlier stays at its last values."""
-    length = max(len(history) for history in histories)
-    return torch.cat([torch.cat([h, h[-1:].expand(length - len(h), -1)]).T for h in histories])
-
-
-def _join_splits(splits: Sequence[DampingSplit]) -> DampingSplit:
-    return DampingSplit(
-        torch.cat([split.pi.reshape(-1) for split in splits]),
-        torch.cat([split.clamped.reshape(-1) for split in splits]),
+def relative_norm(square: Tensor, reference: Tensor) -> Tensor:
+    """√(square / reference), or √square where the reference is zero."""
+    square, reference = square.clamp(min=0), reference.clamp(min=0)
+    return torch.where(
+        reference > 0, (square / torch.where(reference > 0, reference, 1)).sqrt(), square.sqrt()
     )

@@ -54,6 +54,8 @@ from curvlab.linalg.factors import InputKind, nonzero_or_one
 from curvlab.linalg.pending import LEAST, Limits, require, would_read
 from curvlab.measure import device
 from curvlab.solvers.base import (
+    DampedSystem,
+    Damping,
     Formulation,
     Guidance,
     LayerDirection,
@@ -73,10 +75,6 @@ from curvlab.solvers.input_coordinates import (
     output_factor,
 )
 from curvlab.solvers.structure_systems import BlockCG, check_start
-from curvlab.solvers.systems import (
-    DampedSystem,
-    Damping,
-)
 from curvlab.solvers.textbook import bias_operator, weight_operator
 
 __all__ = ["CG", "EACG", "EqualSystems", "LayerSystems", "StackedSystems", "stack_systems"]

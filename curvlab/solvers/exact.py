@@ -24,7 +24,7 @@ from curvlab.linalg import DiagonalFactor, Factor, GramFactor, eigh
 from curvlab.linalg.factors import InputKind
 from curvlab.linalg.inverse import NotFiniteError, NotPositiveDefiniteError
 from curvlab.measure import device
-from curvlab.solvers.base import Guidance, LayerDirection, LayerGradient, Solver
+from curvlab.solvers.base import DampedSystem, Damping, Guidance, LayerDirection, LayerGradient, Solver
 from curvlab.solvers.input_coordinates import (
     Eigen,
     InputCoordinates,
@@ -34,7 +34,6 @@ from curvlab.solvers.input_coordinates import (
     output_factor,
 )
 from curvlab.solvers.structure_systems import EigenExact, ExampleExact
-from curvlab.solvers.systems import DampedSystem, Damping
 
 __all__ = ["Exact"]
 

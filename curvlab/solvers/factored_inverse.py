@@ -29,7 +29,17 @@ from curvlab.linalg.inverse import (
     shifted_inverse,
 )
 from curvlab.measure import device
-from curvlab.solvers.base import Formulation, LayerDirection, LayerGradient, Solver, check_mean_above
+from curvlab.solvers.base import (
+    Damping,
+    DampingSplit,
+    FactoredSystem,
+    Formulation,
+    LayerDirection,
+    LayerGradient,
+    Solver,
+    check_mean_above,
+    split_damping,
+)
 from curvlab.solvers.input_coordinates import (
     InputCoordinates,
     Inverse,
@@ -39,7 +49,6 @@ from curvlab.solvers.input_coordinates import (
     input_rank,
     output_factor,
 )
-from curvlab.solvers.systems import Damping, DampingSplit, FactoredSystem, split_damping
 from curvlab.solvers.textbook import TextbookInverse
 
 __all__ = ["KFI", "ShermanMorrisonKFI"]

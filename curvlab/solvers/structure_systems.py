@@ -14,6 +14,11 @@ Any block is solved by `cg` through its products C v: matrix-free and tied layer
 preconditioner. Blocks are solved one by one or, where the curvature has cross-layer blocks, as one system
 over all parameters: with the exact Hessian this is Hessian-free optimisation (truncated Newton), which
 negative curvature ends.
+
+    block system       s C d + τ d = -g                  C by its products, of one block or of several
+
+keeps C d from the time of the solve, for its residual and dᵀCd: a matrix-free curvature reads the model,
+whose parameters the step is about to change.
 """
 
 from __future__ import annotations
@@ -30,16 +35,115 @@ from curvlab.curvature import Curvature
 from curvlab.curvature_layers import LayerCurvature, OperatorLayer, PlainLayer
 from curvlab.curvature_structures import JointLayer
 from curvlab.exceptions import PairError, SolveError
-from curvlab.linalg import Block, EigenBlock, Factor, FactorBlock
+from curvlab.linalg import Block, EigenBlock, Factor, FactorBlock, Matrix
 from curvlab.linalg.cg import CGResult, SymmetricOperator
+from curvlab.linalg.factors import binary_scale
 from curvlab.linalg.flat import flatten, unflatten
 from curvlab.linalg.inverse import NotPositiveDefiniteError, ShiftedInverse, shifted_inverse
 from curvlab.measure import device
-from curvlab.solvers.base import LayerDirection, LayerGradient, Preconditioner, Solver
+from curvlab.solvers.base import (
+    NOTHING_READ,
+    Damping,
+    LayerDirection,
+    LayerGradient,
+    Measures,
+    Preconditioner,
+    Solver,
+    System,
+    relative_norm,
+)
 from curvlab.solvers.input_coordinates import form_gradient
-from curvlab.solvers.systems import BlockSystem, Damping, SolvedBlock
+from curvlab.staleness import Versions
 
-__all__ = ["BlockCG", "DampedBlocks", "EigenExact", "ExampleExact", "check_start", "jacobi"]
+__all__ = [
+    "BlockCG",
+    "BlockMeasures",
+    "BlockSystem",
+    "DampedBlocks",
+    "EigenExact",
+    "ExampleExact",
+    "SolvedBlock",
+    "check_start",
+    "jacobi",
+]
+
+
+@dataclass(frozen=True, eq=False)
+class SolvedBlock:
+    """g, d and C d of one block; C d may be made when it is first read, where the solve has no use for it."""
+
+    gradient: Tensor
+    direction: Tensor
+    product: Tensor | Callable[[], Tensor]
+
+    @cached_property
+    def image(self) -> Tensor:
+        """C d."""
+        return self.product if isinstance(self.product, Tensor) else self.product()
+
+
+@dataclass(frozen=True, eq=False)
+class BlockSystem(System):
+    """(s C + τI) d = -g, with C known by its products.
+
+    `systems` has, for each parameter of the layer, all blocks of the system that it is a part of: its own, or
+    those of the whole network where the curvature has cross-layer blocks.
+    """
+
+    systems: Mapping[str, Mapping[str, SolvedBlock]]
+
+    def measures(
+        self,
+        layer: LayerCurvature,
+        gradient: LayerGradient,
+        weight: Matrix | None,
+        bias: Tensor | None,
+        damping: Damping,
+    ) -> dict[str, Measures]:
+        found: dict[str, Measures] = {}
+        for name, system in self.systems.items():
+            reads = Versions.of({f"the gradient of `{n}`": block.gradient for n, block in system.items()})
+            found[name] = BlockMeasures(name, damping, system, reads)
+        return found
+
+    def bias_rank(self, layer: LayerCurvature) -> int:
+        return 0 if layer.bias_name is None else layer.blocks[layer.bias_name].numel
+
+
+@dataclass(frozen=True, eq=False)
+class BlockMeasures(Measures):
+    """Measures of a block solved through its products, by itself or as part of a system of several.
+
+    `system` holds every block of the system; the residual is that of the whole system, the one that the
+    iteration stopped by.
+    """
+
+    name: str
+    damping: Damping
+    system: Mapping[str, SolvedBlock]
+    reads: Versions = NOTHING_READ
+
+    def residual(self) -> Tensor:
+        squares, references = [], []
+        # Relative to the gradient's size: squares then neither under- nor overflow.
+        size = torch.stack([binary_scale(block.gradient) for block in self.system.values()]).max()
+        for block in self.system.values():
+            rest = self.damping.scale * block.image + self.damping.shift * block.direction + block.gradient
+            squares.append((rest / size).square().sum())
+            references.append((block.gradient / size).square().sum())
+        return relative_norm(torch.stack(squares).sum(), torch.stack(references).sum())
+
+    def residual_full(self) -> Tensor:
+        return self.residual()
+
+    def slope(self) -> Tensor:
+        block = self.system[self.name]
+        return (block.direction * block.gradient).sum()
+
+    def quadratic(self) -> Tensor:
+        block = self.system[self.name]
+        data = (block.direction * block.image).sum()
+        return data + self.damping.l2 * block.direction.square().sum() if self.damping.l2 else data
 
 
 @dataclass(frozen=True, eq=False)

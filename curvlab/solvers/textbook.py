@@ -29,8 +29,8 @@ from curvlab.linalg.eigen import eigvalsh
 from curvlab.linalg.factors import InputFactors, InputKind
 from curvlab.linalg.inverse import NotFiniteError, NotPositiveDefiniteError
 from curvlab.measure import device
+from curvlab.solvers.base import Damping, FactoredSystem, LayerGradient
 from curvlab.solvers.input_coordinates import form_gradient, input_factors, output_factor
-from curvlab.solvers.systems import Damping, FactoredSystem, LayerGradient
 
 __all__ = ["TextbookInverse", "bias_operator", "weight_operator"]
 

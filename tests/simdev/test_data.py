@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from curvlab.data import dataset
-from curvlab.data.dataset import Batches, Examples
+from curvlab.data.base import Batches, Examples
 from curvlab.data.inputs import FileInputs, Standardisation
 from curvlab.measure.device import send
 from tests.simdev.device import Sim

@@ -194,6 +194,15 @@ class WeightUse(Use):
             total += torch.einsum("bsgo,bsgn->gon", scaled[first:last], self.input_rows(first, last))
         return self.from_matrix(total, shape)
 
+    def image(self, parameter: Tensor) -> Tensor:
+        """W h_ip of every row for a W in the weight's own shape: (examples, S, G, o)."""
+        matrix = self.matrix(parameter)
+        pieces = [
+            torch.einsum("gon,bsgn->bsgo", matrix, self.input_rows(first, last).to(matrix))
+            for first, last in self.chunks()
+        ]
+        return torch.cat(pieces)
+
     def example_gradients(self, gradient: Tensor, shape: tuple[int, ...]) -> Tensor:
         """R_i = Σ_p g_ip h_ipᵀ of every example i, in the weight's own `shape`: (…, examples, *shape)."""
         rows = self.output_rows(gradient)

@@ -177,14 +177,23 @@ class ConvolutionUse(WeightUse):
         images = scaled.unflatten(1, (self.folds, -1)).movedim(2, -1).flatten(0, 1).flatten(1, 2)
         return self._weight_gradient(self.inputs, images.unflatten(-1, self.output_sizes), self.groups)
 
+    def image(self, parameter: Tensor) -> Tensor:
+        images, padding = self._with_equal_sides(self.inputs.to(parameter))
+        none = (0,) * len(self.kernel)
+        options = self.stride, padding, self.dilation, False, none, self.groups
+        return self.output_rows(torch.convolution(images, parameter, None, *options))
+
+    def _with_equal_sides(self, images: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+        """The images and the padding that is still to be made: torch's own has equal sides."""
+        if all(first == last >= 0 for first, last in self.padding):
+            return images, tuple(first for first, _ in self.padding)
+        return self._patches.padded(images), (0,) * len(self.kernel)
+
     def _weight_gradient(self, images: Tensor, gradient: Tensor, groups: int) -> Tensor:
         """The gradient of a weight with so many groups, from that at the output, as autograd computes it."""
         shape = (gradient.shape[1], images.shape[1] // groups, *self.kernel)
         none = (0,) * len(self.kernel)
-        if all(first == last >= 0 for first, last in self.padding):
-            padding = tuple(first for first, _ in self.padding)
-        else:
-            images, padding = self._patches.padded(images), none
+        images, padding = self._with_equal_sides(images)
         return _convolution_backward(
             gradient, images, shape, self.stride, padding, self.dilation, False, none, groups
         )
@@ -317,6 +326,11 @@ class TransposedConvolutionUse(ConvolutionUse):
     def from_matrix(self, matrix: Tensor, shape: tuple[int, ...]) -> Tensor:
         split = matrix.unflatten(-1, (shape[0] // self.groups, -1)).transpose(-3, -2)
         return split.reshape(*matrix.shape[:-3], *shape)
+
+    def image(self, parameter: Tensor) -> Tensor:
+        padding = [first for first, _ in self.padding]
+        options = self.stride, padding, self.dilation, True, self.output_padding, self.groups
+        return self.output_rows(torch.convolution(self.inputs.to(parameter), parameter, None, *options))
 
     def _weight_gradient(self, images: Tensor, gradient: Tensor, groups: int) -> Tensor:
         shape = (images.shape[1], gradient.shape[1] // groups, *self.kernel)

@@ -95,6 +95,9 @@ class EmbeddingUse(WeightUse):
         """diag(f), (1, n, n); `frequencies` gives the diagonal alone, for vocabularies that are not tiny."""
         return self.frequencies(weights).diag_embed()[None]
 
+    def image(self, parameter: Tensor) -> Tensor:
+        return (parameter[self._indices] * self.present[..., None].to(parameter))[:, :, None]
+
     def output_rows(self, gradient: Tensor) -> Tensor:
         draws = gradient.shape[: gradient.ndim - self.inputs.ndim - 1]
         return gradient.reshape(*draws, self.examples, self.positions, 1, gradient.shape[-1])

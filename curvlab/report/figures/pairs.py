@@ -7,6 +7,7 @@ the front drawn, is what the recommendation is read from.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import pairwise
 from textwrap import fill
@@ -33,6 +34,7 @@ from curvlab.report.drawing import (
     log_axis,
     look_of,
     shorten,
+    shorten_pair,
 )
 from curvlab.report.numbers import MISSING, Unit, byte_unit, digits, second_unit
 from curvlab.report.pareto import MEASURES, Candidate, candidates, front, undominated
@@ -161,7 +163,7 @@ def _numbers(ax: Axes, look: Look, ends: np.ndarray, values: np.ndarray) -> None
 
 def _finish(ax: Axes, look: Look, shown: pd.DataFrame, label: str) -> None:
     names = [
-        shorten(f"{provider} + {solver}" if solver else str(provider))
+        shorten_pair(str(provider), str(solver))
         for provider, solver in zip(shown["provider"], shown["solver"], strict=True)
     ]
     ax.set_yticks(np.arange(len(shown)), names)
@@ -199,7 +201,7 @@ def error_heatmap(
         return empty(ax, look, "no error was measured")
     values = table.to_numpy(dtype=float)
     _draw(ax, look, values)
-    ax.set_xticks(np.arange(columns) + 0.5, [fill(shorten(str(name)), 16) for name in table.columns])
+    ax.set_xticks(np.arange(columns) + 0.5, [_in_lines(str(name)) for name in table.columns])
     ax.set_yticks(np.arange(rows) + 0.5, [str(layer) for layer in table.index], rotation=0)
     ax.set(xlabel=LABELS.get(column, column), ylabel="layer")
     dress(ax, look, grid="none")
@@ -210,6 +212,11 @@ def error_heatmap(
     if "Total" in table.index:
         ax.axhline(list(table.index).index("Total"), color=look.theme.paper, linewidth=6)
     return ax
+
+
+def _in_lines(name: str) -> str:
+    """A column's head: fields in brackets have lines of their own, other long names are broken somewhere."""
+    return "\n".join(fill(part, 18) for part in re.split(r"(?=\[)|(?<=,)", shorten(name)))
 
 
 def _draw(ax: Axes, look: Look, values: np.ndarray) -> None:
@@ -306,14 +313,21 @@ def _staircase(ax: Axes, look: Look, ahead: Sequence[Candidate], unit: Unit) -> 
 
 
 def _scales(ax: Axes, pairs: Sequence[Candidate], unit: Unit) -> None:
-    """Logarithmic axes where the range is wide, with room for a name at the left; from zero otherwise."""
+    """Logarithmic axes where the range is wide, with room for a name at the left; times from zero otherwise.
+
+    Errors that differ little are not shown from zero: nothing would be seen of what the answer goes by.
+    """
     ax.margins(0.08, 0.12)
     for axis, values in (("x", [pair.cost for pair in pairs]), ("y", [pair.error for pair in pairs])):
         low, high = min(values), max(values)
         if low > 0 and high / low > WIDE:
             log_axis(ax, axis)
+        elif axis == "x":
+            ax.set_xlim(0, None)
+        elif high > low > high / 2:
+            ax.set_ylim(100 * (low - 0.3 * (high - low)), 100 * (high + 0.2 * (high - low)))
         else:
-            (ax.set_xlim if axis == "x" else ax.set_ylim)(0, None)
+            ax.set_ylim(0, 112 * high if high > 0 else None)
     if ax.get_xscale() == "log":
         low, high = min(map(_lower_end, pairs)), max(pair.cost + pair.spread / 2 for pair in pairs)
         ax.set_xlim(low / (high / low) ** 0.3 / unit.size, high * (high / low) ** 0.06 / unit.size)
@@ -404,7 +418,7 @@ def _name(
 ) -> Annotation:
     far = max(map(abs, offset)) >= FAR
     return ax.annotate(
-        shorten(pair.name),
+        shorten_pair(pair.provider, pair.solver),
         (pair.cost / unit.size, 100 * pair.error),
         xytext=offset,
         textcoords="offset points",

@@ -56,8 +56,8 @@ from curvlab.measure.stopwatch import Clock, Elapsed, busy_seconds, calls_lastin
 from curvlab.problem import Problem
 from curvlab.providers import Provider, estimate
 from curvlab.solvers import Mixed, Solution, Solver, solve
-from curvlab.solvers.base import Unit
-from curvlab.solvers.solve import group_by_solver, solver_units
+from curvlab.solvers.run import group_by_solver, solver_units
+from curvlab.solvers.solution import Unit
 from curvlab.studies.compare.decisions import CONFIDENCE, Decision, decide
 from curvlab.studies.compare.directions import backpropagate
 from curvlab.studies.store import Row

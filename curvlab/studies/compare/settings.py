@@ -213,7 +213,7 @@ class Settings:
 
         Off a chain `pch-1` is `pch[kind=rows,poseig=last]`; two that come out equal are one.
         """
-        from curvlab.providers.estimate import resolved_choice
+        from curvlab.providers.base import resolved_choice
         from curvlab.providers.registry import providers
 
         return replace(

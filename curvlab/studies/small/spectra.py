@@ -15,7 +15,7 @@ from curvlab.analysis.spectrum import LayerSpectra, Spectrum, spectrum
 from curvlab.curvature import Curvature
 from curvlab.files import csv_text
 from curvlab.linalg.estimators import Estimate
-from curvlab.providers.estimate import estimate
+from curvlab.providers.base import estimate
 from curvlab.studies.setup import load_weights
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from curvlab.curvature import Curvature
 from curvlab.defaults import PROVIDERS
 from curvlab.exceptions import SpecError
 from curvlab.problem import Problem
-from curvlab.providers.estimate import estimate
+from curvlab.providers.base import estimate
 from curvlab.studies.small.errors import errors
 
 if TYPE_CHECKING:

@@ -16,10 +16,9 @@ from torch import nn
 from curvlab.criteria import Criterion
 from curvlab.criteria.base import LossTerms
 from curvlab.data import Examples
-from curvlab.data.dataset import Batches
+from curvlab.data.base import Batches
 from curvlab.distributed.agreement import agree
-from curvlab.distributed.communicator import LOCAL, Communicator
-from curvlab.distributed.launch import shard
+from curvlab.distributed.communicator import LOCAL, Communicator, shard
 
 __all__ = ["Score", "evaluate"]
 

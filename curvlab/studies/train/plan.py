@@ -185,7 +185,7 @@ class TrainPlan:
             return data
         import torch
 
-        from curvlab.data.splits import stratified_subset
+        from curvlab.data.base import stratified_subset
 
         count, labels = len(data.train), data.train.labels
         kinds = labels if labels is not None and labels.ndim == 1 else None

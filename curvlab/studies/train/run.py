@@ -45,8 +45,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from curvlab.criteria import Criterion
 from curvlab.data import Dataset, Examples
 from curvlab.distributed.agreement import agree
-from curvlab.distributed.communicator import LOCAL, Communicator, communicator_of
-from curvlab.distributed.launch import rank_batches
+from curvlab.distributed.communicator import LOCAL, Communicator, communicator_of, rank_batches
 from curvlab.exceptions import PairError, ProblemError, SolveError
 from curvlab.measure import device as devices
 from curvlab.measure.environment import source_hash

@@ -34,36 +34,24 @@ from curvlab.linalg.execution import deferring, full_precision, in_pieces, witho
 from curvlab.linalg.inverse import NotFiniteError, NotPositiveDefiniteError
 from curvlab.linalg.pending import Limits, collected, explained, require
 from curvlab.linalg.steps import RowGradient
-from curvlab.solvers.base import (
-    Guidance,
-    LayerDirection,
-    Preconditioner,
+from curvlab.solvers.base import Damping, Guidance, LayerDirection, Preconditioner, Solver, damping_from
+from curvlab.solvers.registry import solvers
+from curvlab.solvers.solution import (
+    BlockSolution,
+    Direction,
+    Solution,
     SolvedUnit,
-    Solver,
     Unit,
     entry_of,
     is_stack,
     join_units,
-    layer_gradient,
     units_of,
 )
-from curvlab.solvers.registry import solvers
-from curvlab.solvers.solution import BlockSolution, Direction, Solution
-from curvlab.solvers.systems import Damping, damping_from
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = [
-    "SolverByLayer",
-    "check_gradient",
-    "check_solution",
-    "entry_of",
-    "group_by_solver",
-    "layer_gradient",
-    "solve",
-    "solver_units",
-]
+__all__ = ["SolverByLayer", "check_gradient", "check_solution", "group_by_solver", "solve", "solver_units"]
 
 SolverByLayer = Mapping[str, str | Solver]
 """Solvers by patterns of layer names."""
