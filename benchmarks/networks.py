@@ -20,7 +20,16 @@ from curvlab.optim import SecondOrder
 
 ARCHITECTURES = ("fcnn", "cnn", "resnet8", "vit-tiny", "gpt-nano")
 CRITERIA = ("cross-entropy", "robust", "mse")
-PROVIDERS = ("fisher", "fisher[kind=mc]", "gauss-newton[samples=1,kind=rows]", "pch-1", "hessian")
+PROVIDERS = (
+    "fisher",
+    "fisher[kind=mc]",
+    "fisher[kind=exact]",
+    "gauss-newton[samples=1,kind=rows]",
+    "gauss-newton[kind=exact]",
+    "pch-1",
+    "pch-2",
+    "hessian",
+)
 ROWS = (
     "pch[kind=rows,poseig=node,positions=4]",
     "pch[kind=rows,poseig=last,positions=4]",
@@ -106,7 +115,7 @@ class Error(base.Suite):
     with the matrices.
     """
 
-    axes = {"provider": PROVIDERS[:-1], **WHERE}
+    axes = {"provider": tuple(name for name in PROVIDERS if name != "hessian"), **WHERE}
     work = ("track_relative_error",)
 
     @base.in_units("share")
@@ -125,3 +134,9 @@ class Error(base.Suite):
             off += sum(float((ours[name] - theirs[name]).square().sum()) for name in signs)
             size += sum(float(theirs[name].square().sum()) for name in signs)
         return float((off / size) ** 0.5)
+
+
+class StructureError(Error):
+    """The same of what is made of the examples' rows."""
+
+    axes = {"provider": ROWS, **{name: Structures.axes[name] for name in WHERE}}

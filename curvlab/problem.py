@@ -49,7 +49,7 @@ from curvlab.model.recording import (
     record,
 )
 from curvlab.specs import check_number
-from curvlab.staleness import Members, Versions
+from curvlab.staleness import Members, Versions, model_settings
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -130,7 +130,7 @@ class Problem(FullPrecision):
         self.criterion = criterion_named(criterion)
         # Where both readings of (B, V, V) logits fit, a torch loss means torch's own layout.
         self.torch_layout = isinstance(criterion, nn.Module)
-        self._bind(inputs, targets)
+        self._bind(source_of(inputs, targets))
         if isinstance(self._source, Single):
             # A model, a batch and targets that do not go together are found here, not at first use.
             with suppress(AllWeightsZeroError):
@@ -138,18 +138,19 @@ class Problem(FullPrecision):
 
     def with_data(self, inputs: Inputs | Iterable[Any], targets: Tensor | None = None) -> Problem:
         """The same model and criterion on other data, which are looked at when they are first used."""
+        return self._like_on(source_of(inputs, targets))
+
+    def _like_on(self, source: Source) -> Problem:
         other = object.__new__(Problem)
         other.network, other.criterion, other.l2 = self.network, self.criterion, self.l2
         other.torch_layout = self.torch_layout
-        other._bind(inputs, targets)
+        other._bind(source)
         other._like = self._reading or self._like
         return other
 
     def empty_like(self) -> Problem:
         """The same model and criterion on no rows: what a rank of a process group has that got none."""
-        other = self.with_data([])
-        other._source = EmptySource()
-        return other
+        return self._like_on(EmptySource())
 
     def on(self, inputs: Tensor | Iterable[Any], targets: Tensor | None = None) -> Problem:
         """The old name of `with_data`, for one release."""
@@ -167,8 +168,8 @@ class Problem(FullPrecision):
         _warn_renamed("joint", "join")
         return self._joined
 
-    def _bind(self, inputs: Inputs | Iterable[Any], targets: Tensor | None) -> None:
-        self._source: Source = source_of(inputs, targets)
+    def _bind(self, source: Source) -> None:
+        self._source = source
         self._recording: tuple[Versions, Recording] | None = None
         self._joined: JoinedStatistics | None = None
         self._reading: Reading | None = None
@@ -273,8 +274,8 @@ class Problem(FullPrecision):
         """All that results depend on: parameters, buffers and, for a single batch, its tensors."""
         return self._tensors_with(self._source.batch if isinstance(self._source, Single) else None)
 
-    def _tensors_with(self, batch: Batch | None) -> dict[str, Tensor]:
-        members = Members.of(self.model)
+    def _tensors_with(self, batch: Batch | None, members: Members | None = None) -> dict[str, Tensor]:
+        members = Members.of(self.model) if members is None else members
         tensors: dict[str, Tensor] = dict(members.parameters)
         tensors |= members.buffers
         if batch is not None:
@@ -291,7 +292,9 @@ class Problem(FullPrecision):
         return self._versions_with(self._source.batch if isinstance(self._source, Single) else None)
 
     def _versions_with(self, batch: Batch | None) -> Versions:
-        return Versions.of(self._tensors_with(batch), self.network.settings_watch())
+        members = Members.of(self.model)
+        watch, now = self.network.settings_watch(), model_settings(members)
+        return Versions.of(self._tensors_with(batch, members), watch, now)
 
     def batches(self) -> Iterator[Batch]:
         """The batches, validated; a stream that differs from its first pass is an error."""
@@ -560,6 +563,8 @@ class Problem(FullPrecision):
 
 def _mean_loss(losses: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
     """E[ξ] from the loss and the weight of each batch."""
+    if len(losses) == 1:
+        return losses[0].clone()  # the caller's own, to change as it likes
     weight = torch.stack(list(weights))
     return torch.stack(list(losses)) @ (weight / weight.sum())
 

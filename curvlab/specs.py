@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import json
 import numbers
 import re
@@ -468,6 +469,11 @@ class _Entry(Generic[T]):
     plugin: bool
     complete: bool
 
+    @functools.cached_property
+    def made(self) -> T:
+        """What the name alone stands for: a frozen value, made once."""
+        return self.factory(**self.preset)
+
 
 class Registry(Generic[T]):
     """Names of one kind of thing, each a frozen dataclass with some of its fields preset.
@@ -524,7 +530,7 @@ class Registry(Generic[T]):
             if named is not None and named.complete:
                 # A name alone has nothing to read; a class that refuses its own defaults is told of below.
                 with suppress(ValueError):
-                    return named.factory(**named.preset)
+                    return named.made
             parsed = parse(spec)
             entry = self._entry(parsed.name)
             return build(entry.factory, parsed.fields, name=parsed.name, preset=entry.preset)

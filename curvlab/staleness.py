@@ -25,7 +25,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -60,8 +60,7 @@ Settings = Mapping[str, Hashable]
 SettingsWatch = Callable[[], Settings | None]
 
 
-@dataclass(frozen=True)
-class Stamp:
+class Stamp(NamedTuple):
     """The version and the address a tensor had.
 
     >>> import torch
@@ -100,10 +99,18 @@ class Versions:
     settings: tuple[tuple[SettingsWatch, Settings | None], ...] = ()
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor], settings: SettingsWatch | None = None) -> Versions:
-        """Note the present versions, and what `settings` gives by name (None once there is no model)."""
+    def of(
+        cls,
+        tensors: Mapping[str, Tensor],
+        settings: SettingsWatch | None = None,
+        now: Settings | None = None,
+    ) -> Versions:
+        """Note the present versions, and what `settings` gives by name (None once there is no model).
+
+        `now` is what it gives, where that is known already.
+        """
         entries = tuple([(name, weakref.ref(t), Stamp.of(t)) for name, t in tensors.items()])
-        noted = () if settings is None else ((settings, settings()),)
+        noted = () if settings is None else ((settings, settings() if now is None else now),)
         return cls(entries, _sample(list(tensors.values())), noted)
 
     def __add__(self, other: Versions) -> Versions:
@@ -194,12 +201,12 @@ class Members:
         seen.add(id(module))
         self.modules.append((prefix[:-1], module))
         for name, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) not in seen:
-                seen.add(id(parameter))
+            if parameter is not None and (key := id(parameter)) not in seen:
+                seen.add(key)
                 self.parameters.append((prefix + name, parameter))
         for name, buffer in module._buffers.items():
-            if buffer is not None and id(buffer) not in seen:
-                seen.add(id(buffer))
+            if buffer is not None and (key := id(buffer)) not in seen:
+                seen.add(key)
                 self.buffers.append((prefix + name, buffer))
         for name, child in module._modules.items():
             if child is not None:
@@ -255,11 +262,11 @@ def _sample(tensors: Sequence[Tensor]) -> tuple[bytes, ...] | None:
         return None
     pieces = []
     for tensor in tensors:
-        if tensor.device.type != "cpu" or not _has_memory(tensor) or tensor.layout is not torch.strided:
+        if not _has_memory(tensor) or not tensor.is_cpu or tensor.layout is not torch.strided:
             return None
-        array = _array_of(tensor.detach())
-        step = max(1, array.size // SAMPLED)
-        pieces.append(array.flat[::step][:SAMPLED].tobytes())
+        array = _array_of(tensor.detach() if tensor.requires_grad else tensor)
+        step = array.size // SAMPLED or 1
+        pieces.append(array.flat[: SAMPLED * step : step].tobytes())
     return tuple(pieces) or None
 
 
@@ -297,21 +304,25 @@ def watch_settings(model: nn.Module) -> SettingsWatch:
 
     def settings() -> Settings | None:
         still = held()
-        return None if still is None else model_settings(still)
+        return None if still is None else model_settings(Members.of(still))
 
     return settings
 
 
-def model_settings(model: nn.Module) -> dict[str, Hashable]:
+def model_settings(members: Members) -> dict[str, Hashable]:
     """What a model is beside the values of its tensors, by the names that messages have for it."""
-    members = Members.of(model)
     settings: dict[str, Hashable] = {
         name: (id(p), p.dtype, p.device, p.requires_grad) for name, p in members.parameters
     }
     for name, module in members.modules:
-        own = list(module.__dict__.items())
-        found = (id(module), *[key for key, _ in own], *[_setting(value) for _, value in own])
-        settings[f"module `{name}`" if name else "the model"] = found
+        own = module.__dict__.copy()  # at once, as other threads may set attributes meanwhile
+        kinds = tuple(map(type, own.values()))
+        # Here and not in `_setting` is what most attributes are: plain values, and tables without entries.
+        found = [
+            value if kind in _PLAIN else () if kind in _TABLES and not value else _setting(value)
+            for kind, value in zip(kinds, own.values(), strict=True)
+        ]
+        settings[f"module `{name}`" if name else "the model"] = (id(module), tuple(own), kinds, tuple(found))
     settings["global hooks of modules"] = _hook_keys(_global_hooks())
     return settings
 

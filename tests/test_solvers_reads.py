@@ -51,6 +51,7 @@ def test_an_accelerator_is_read_every_eighth_iteration(
 ) -> None:
     monkeypatch.setattr(device, "read_interval", lambda tensor, *_: 8)
     monkeypatch.setattr(device, "in_pieces", lambda tensor: False)
+    monkeypatch.setattr(pending, "in_pieces", lambda tensor: False)
     layers, checks = 3, 2
     reads = reads_of(f"{solver}[max_iter={iterations},tol=0]", provider, size)
     assert reads <= layers * ceil(iterations / 8) + checks

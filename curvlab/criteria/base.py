@@ -373,7 +373,10 @@ class LossTerms:
     @cached_property
     def loss(self) -> Tensor:
         """E[ξ]."""
-        losses = self.criterion.losses(self.logits, self.targets).reshape(self.examples, self.per_example)
+        found = self.criterion.losses(self.logits, self.targets)
+        if self.equal_weights and self.per_example == 1:
+            return (self.share * found).sum()
+        losses = found.reshape(self.examples, self.per_example)
         # An ignored term's loss may be anything, also not finite: it does not count.
         counted = torch.where(self.weights > 0, losses, 0)
         return (self.share[:, None] * self.within * counted).sum()

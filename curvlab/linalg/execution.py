@@ -37,9 +37,11 @@ __all__ = [
     "has_eigh",
     "host_costs",
     "in_float",
+    "in_full_precision",
     "in_pieces",
     "read_interval",
     "readable",
+    "without_gradients",
     "without_reads",
 ]
 
@@ -47,7 +49,10 @@ __all__ = [
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 DEVICES = ("cpu", "cuda", "mps", "xpu")
 OPERATORS = frozenset({"__matmul__", "__getitem__", "__call__"})
-LOOKUPS = frozenset({"tensors", "factored", "shares_rows_with"})  # methods that compute nothing
+# Methods that compute nothing, or see to it themselves where they do.
+LOOKUPS = frozenset(
+    {"tensors", "factored", "shares_rows_with", "remember", "remember_recent", "unfactorised", "computed"}
+)
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -100,6 +105,31 @@ def full_precision(function: Callable[P, R]) -> Callable[P, R]:
         if not torch._C._is_any_autocast_enabled():
             return function(*args, **kwargs)
         with _without_autocast():
+            return function(*args, **kwargs)
+
+    return run
+
+
+def in_full_precision(make: Callable[[], R]) -> R:
+    """What `make` returns with autocast switched off."""
+    return full_precision(make)() if torch._C._is_any_autocast_enabled() else make()
+
+
+def without_gradients(function: Callable[P, R]) -> Callable[P, R]:
+    """`function`, run with gradients switched off: `torch.no_grad`, at no cost where they are already.
+
+    >>> @without_gradients
+    ... def double(x):
+    ...     return 2 * x
+    >>> double(torch.ones(1, requires_grad=True)).requires_grad
+    False
+    """
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        with torch.no_grad():
             return function(*args, **kwargs)
 
     return run

@@ -28,11 +28,13 @@ nor overflows on the way.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property
+from itertools import count
 from typing import Any, ClassVar, Literal, Self, TypeVar
 from uuid import uuid4
 
@@ -40,7 +42,7 @@ import torch
 from torch import Tensor
 
 from curvlab.linalg.eigen import eigh, eigvalsh
-from curvlab.linalg.execution import FullPrecision, in_pieces
+from curvlab.linalg.execution import FullPrecision, in_full_precision, in_pieces
 
 __all__ = [
     "DenseFactor",
@@ -254,14 +256,14 @@ class Factor(FullPrecision, ABC):
     def remember(self, key: Any, make: Callable[[], T]) -> T:
         """What `make` returns, computed once for each `key`: solvers share factorisations here."""
         if key not in self._memo:
-            self._memo[key] = make()
+            self._memo[key] = in_full_precision(make)
         return self._memo[key]
 
     def remember_recent(self, key: Any, make: Callable[[], T]) -> T:
         """The same for keys without end, such as dampings: of these only the last few are held."""
         recent = self.remember("recent", OrderedDict[Any, Any])
         if key not in recent:
-            recent[key] = make()
+            recent[key] = in_full_precision(make)
         recent.move_to_end(key)
         while len(recent) > RECENT:
             recent.popitem(last=False)
@@ -290,7 +292,9 @@ class Factor(FullPrecision, ABC):
 
     def unfactorised(self) -> Self:
         """The same factor with nothing remembered: what solvers then factorise is freed with this one."""
-        return replace(self, _memo={})
+        other = object.__new__(type(self))
+        other.__dict__.update({name: getattr(self, name) for name in _all_fields(type(self))}, _memo={})
+        return other
 
     def formed(self) -> Factor:
         """The same factor made of tensors that a file can hold: itself, unless its rows are not formed."""
@@ -316,7 +320,14 @@ class Factor(FullPrecision, ABC):
     @property
     def example(self) -> Tensor:
         """One of its tensors: knows the dtype and the device."""
-        return next(iter(self.tensors().values()))
+        found: Tensor = getattr(self, _tensor_fields(type(self))[0])
+        return found
+
+
+@cache
+def _all_fields(kind: type[Factor]) -> tuple[str, ...]:
+    """All fields of a kind of factor, for a copy at every step, for every layer."""
+    return tuple(f.name for f in fields(kind))
 
 
 @cache
@@ -369,6 +380,26 @@ class DenseFactor(Factor):
         return self.remember("eigvalsh", lambda: eigvalsh(self.matrix))
 
 
+class _RowsIds:
+    """Names that no other rows have: this process's own and a number, at a tenth of the time of a UUID.
+
+    >>> names = _RowsIds()
+    >>> names() == names()
+    False
+    """
+
+    def __init__(self) -> None:
+        self._begin()
+        if hasattr(os, "register_at_fork"):  # not on Windows, where no process is forked
+            os.register_at_fork(after_in_child=self._begin)
+
+    def _begin(self) -> None:
+        self._process, self._numbers = uuid4().hex, count()
+
+    def __call__(self) -> str:
+        return f"{self._process}-{next(self._numbers)}"
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class GramFactor(Factor):
     """F = Hᵀ diag(c) H, with `rows` = H (m × n) and `root` = √c (m).
@@ -389,7 +420,7 @@ class GramFactor(Factor):
     kind: ClassVar[str] = "gram"
     rows: Tensor
     root: Tensor
-    rows_id: str = field(default_factory=lambda: uuid4().hex, repr=False, kw_only=True)
+    rows_id: str = field(default_factory=_RowsIds(), repr=False, kw_only=True)
     _of_rows: dict[str, Tensor] = field(default_factory=dict, repr=False, kw_only=True)
 
     def _nothing_computed(self) -> dict[str, Any]:
@@ -641,7 +672,7 @@ class InputFactors(FullPrecision):
 
     def unfactorised(self) -> InputFactors:
         """The same with nothing remembered by a factor that is there already."""
-        return replace(self, source=self.full.unfactorised()) if self.formed else self
+        return InputFactors(self.full.unfactorised(), self.given_mean) if self.formed else self
 
     def __getstate__(self) -> dict[str, Any]:
         """What copies and pickles hold: the formed factor and the mean."""

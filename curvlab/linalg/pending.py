@@ -27,7 +27,7 @@ from math import inf
 import torch
 from torch import Tensor
 
-from curvlab.linalg.execution import deferring, readable, without_reads
+from curvlab.linalg.execution import deferring, in_pieces, readable, without_reads
 
 __all__ = [
     "FINITE",
@@ -226,14 +226,19 @@ def collected() -> Iterator[Checks | None]:
             counted.read_together()
 
 
-@contextmanager
-def explained(explain: Explanation) -> Iterator[None]:
+class explained:
     """Judge the checks made inside in the context that `explain` makes: it says what they were part of."""
-    token = _EXPLAIN.set(explain)
-    try:
-        yield
-    finally:
-        _EXPLAIN.reset(token)
+
+    __slots__ = ("_explain", "_token")
+
+    def __init__(self, explain: Explanation) -> None:
+        self._explain = explain
+
+    def __enter__(self) -> None:
+        self._token = _EXPLAIN.set(self._explain)
+
+    def __exit__(self, *_: object) -> None:
+        _EXPLAIN.reset(self._token)
 
 
 def require(values: Sequence[Tensor], judge: Judge, limits: Limits = FINITE) -> None:
@@ -256,11 +261,15 @@ def require(values: Sequence[Tensor], judge: Judge, limits: Limits = FINITE) -> 
         later.add(values, limits)
         return
     active = _ACTIVE.get()
-    if active is not None and values[0].device.type != "cpu":
+    if in_pieces(values[0]):
+        # To read one number takes less time than to join it to others.
+        judge([float(number) for value in values for number in _numbers(value)])
+        return
+    if active is not None:
         active.add(values, judge)
         return
-    if len(values) == 1:
-        found = values[0].tolist()
-        judge([float(x) for x in found] if isinstance(found, list) else [float(found)])
-        return
     judge(torch.cat([value.reshape(-1) for value in values]).tolist())
+
+
+def _numbers(value: Tensor) -> list[float]:
+    return value.reshape(-1).tolist() if value.ndim else [value.item()]

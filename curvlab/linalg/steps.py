@@ -25,7 +25,7 @@ from typing import Generic, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from curvlab.linalg.execution import FullPrecision, readable
+from curvlab.linalg.execution import FullPrecision, readable, without_gradients
 from curvlab.linalg.factors import COLUMN_CHUNK, GramFactor, frobenius_norm, max_abs
 from curvlab.linalg.views import MatrixView
 
@@ -104,7 +104,7 @@ def as_step(value: Matrix) -> Step:
     return TensorStep(value) if isinstance(value, Tensor) else value
 
 
-@torch.no_grad()
+@without_gradients
 def add_step(step: Step, target: Tensor, scale: float) -> None:
     """target ← target + scale · X, in place and in the target's own dtype.
 
@@ -151,7 +151,7 @@ class TensorStep(Step):
     def form(self) -> Tensor:
         return self.tensor
 
-    @torch.no_grad()
+    @without_gradients
     def add_into(self, target: Tensor, scale: float) -> None:
         target.add_(self.tensor, alpha=scale)
 
@@ -190,7 +190,7 @@ class RowProduct(Step):
     def form(self) -> Tensor:
         return self.left @ self.gram.rows
 
-    @torch.no_grad()
+    @without_gradients
     def add_into(self, target: Tensor, scale: float) -> None:
         target.addmm_(self.left, self.gram.rows, alpha=scale)
 
@@ -251,7 +251,7 @@ class Combination(Step):
     def form(self) -> Tensor:
         return (self.scale * self.matrix).addmm_(self.left, self.right)
 
-    @torch.no_grad()
+    @without_gradients
     def add_into(self, target: Tensor, scale: float) -> None:
         target.addcmul_(self.scale, self.matrix, value=scale)
         target.addmm_(self.left, self.right, alpha=scale)
@@ -300,7 +300,7 @@ class ViewStep(Step):
     def form(self) -> Tensor:
         return self.view.parameter(torch.stack([part.form() for part in self.steps]))
 
-    @torch.no_grad()
+    @without_gradients
     def add_into(self, target: Tensor, scale: float) -> None:
         matrices = self.view.matrices_in_place(target)
         if matrices is None:

@@ -23,14 +23,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from curvlab.exceptions import ProblemError
 from curvlab.linalg.execution import in_float
 from curvlab.linalg.pending import Limits, require
 from curvlab.model.chain import ChainFollower, ChainReader, KnownChain, ReadChain
 from curvlab.model.layers import Chain, Layer, WatchedUses, layers_of
-from curvlab.model.network import Inputs, Network, example_count, tensors_of
+from curvlab.model.network import Inputs, Network, example_count, map_tensors, tensors_of
 from curvlab.model.nodes import NonlinearNode
 from curvlab.model.own_curvature import FurtherNode
 from curvlab.model.watch import Watch, leaves_behind
@@ -158,11 +157,12 @@ def _usable(inputs: Inputs) -> Inputs:
     """The inputs without a graph, as the model is called with them."""
 
     def usable(tensor: Tensor) -> Tensor:
+        if not tensor.is_inference() and not torch.is_inference_mode_enabled():
+            return in_float(tensor.detach())
         with torch.inference_mode(False):
             return in_float(tensor.clone() if tensor.is_inference() else tensor.detach())
 
-    whole: Any = dict(inputs) if isinstance(inputs, Mapping) else inputs
-    found: Inputs = pytree.tree_map_only(Tensor, usable, whole)
+    found: Inputs = map_tensors(usable, inputs)
     return found
 
 

@@ -302,9 +302,22 @@ def tensors_of(inputs: Inputs) -> list[Tensor]:
     >>> [t.shape for t in tensors_of({"ids": torch.zeros(2, 3), "mask": torch.ones(2, 3)})]
     [torch.Size([2, 3]), torch.Size([2, 3])]
     """
+    if isinstance(inputs, Tensor):
+        return [inputs]
     if isinstance(inputs, Mapping):
         inputs = dict(inputs)
     return [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], inputs: Inputs) -> Any:
+    """The inputs with `function` applied to each of their tensors; a mapping becomes a plain dictionary.
+
+    >>> map_tensors(torch.neg, {"ids": torch.tensor([1, 2]), "scale": 3})
+    {'ids': tensor([-1, -2]), 'scale': 3}
+    """
+    if isinstance(inputs, Tensor):
+        return function(inputs)
+    return pytree.tree_map_only(Tensor, function, dict(inputs) if isinstance(inputs, Mapping) else inputs)
 
 
 def example_count(inputs: Inputs, what: str = "the batch") -> int:
@@ -324,9 +337,7 @@ def example_count(inputs: Inputs, what: str = "the batch") -> int:
 
 def slice_examples(inputs: Inputs, first: int, last: int) -> Inputs:
     """The examples from `first` up to `last`."""
-    if isinstance(inputs, Mapping):
-        inputs = dict(inputs)
-    sliced: Inputs = pytree.tree_map_only(Tensor, lambda tensor: tensor[first:last], inputs)
+    sliced: Inputs = map_tensors(lambda tensor: tensor[first:last], inputs)
     return sliced
 
 
@@ -336,9 +347,7 @@ def take_examples(inputs: Inputs, indices: Tensor) -> Inputs:
     >>> take_examples((torch.arange(3), torch.arange(3, 6)), torch.tensor([2, 2]))
     (tensor([2, 2]), tensor([5, 5]))
     """
-    if isinstance(inputs, Mapping):
-        inputs = dict(inputs)
-    taken: Inputs = pytree.tree_map_only(Tensor, lambda t: t[indices.to(t.device)], inputs)
+    taken: Inputs = map_tensors(lambda tensor: tensor[indices.to(tensor.device)], inputs)
     return taken
 
 
@@ -355,19 +364,22 @@ class ModelCall:
 
     def __call__(self, inputs: Inputs, mode: AbstractContextManager[Any] | None = None) -> Tensor:
         """The logits, with their graph where gradients are enabled; `mode` is entered around the call."""
-        given = pytree.tree_map_only(Tensor, _usable, dict(inputs) if isinstance(inputs, Mapping) else inputs)
+        given = map_tensors(_usable, inputs)
         with eager_without_autocast(inputs):
             example = tensors_of(inputs)[0]
             before = device.random_states(example)
             with mode or nullcontext():
-                logits = self.logits_of(_called(self.model, given))
+                picked = self._picked(_called(self.model, given))
+            logits = self._checked(picked)
             if askable(logits) and not before.unchanged():
                 _check_randomness(self.model, given, before)
             return logits
 
     def logits_of(self, returned: Any) -> Tensor:
         """What of the model's return value are the logits."""
-        logits = self._picked(returned)
+        return self._checked(self._picked(returned))
+
+    def _checked(self, logits: Any) -> Tensor:
         if not isinstance(logits, Tensor) or not logits.is_floating_point() or logits.ndim < 2:
             chosen = "" if self.output is None else f" (output={self.output!r})"
             raise ProblemError(
@@ -418,15 +430,22 @@ def _field(returned: Any, name: str | int) -> Any:
 
 def _usable(tensor: Tensor) -> Tensor:
     """In float32 at least; and autograd cannot save what was made in inference mode, but a copy of it."""
+    if not tensor.is_inference() and not torch.is_inference_mode_enabled():
+        return in_float(tensor)
     with torch.inference_mode(False):
         return in_float(tensor.clone() if tensor.is_inference() else tensor)
 
 
-@contextmanager
-def eager_without_autocast(inputs: Inputs) -> Iterator[None]:
+def eager_without_autocast(inputs: Inputs) -> AbstractContextManager[Any]:
     """Outside inference mode and autocast, with modules that were compiled in place run as written."""
-    kind = tensors_of(inputs)[0].device.type
-    with torch.inference_mode(False), torch.autocast(kind, enabled=False), uncompiled():
+    if torch.is_inference_mode_enabled() or torch._C._is_any_autocast_enabled():
+        return _eager_without_autocast(tensors_of(inputs)[0].device.type)
+    return uncompiled()
+
+
+@contextmanager
+def _eager_without_autocast(device_type: str) -> Iterator[None]:
+    with torch.inference_mode(False), torch.autocast(device_type, enabled=False), uncompiled():
         yield
 
 

@@ -89,12 +89,13 @@ def check_writable(changes: list[Change]) -> None:
 
 def check_finite(changes: list[Change]) -> None:
     """Raise `SolveError`, naming the layer, if any change would write NaN or infinity."""
-    if deferring() or in_pieces(changes[0].parameter):
+    if deferring() or (in_pieces(changes[0].parameter) and not _few(changes)):
         bounds = torch.stack([change.bound() for change in changes])
         limits = Limits("the step would write NaN or infinity", high=_limit(changes))
         require([bounds], lambda found: _refuse_beyond(changes, found), limits)
         return
-    # Norms of all parts at once, bounds on the host: one launch instead of some for every parameter.
+    # Norms of all parts at once, bounds on the host: one launch instead of some for every parameter. On a CPU
+    # the entries are what counts, unless they are few.
     parts = [change.parts() for change in changes]
     norms = torch._foreach_norm([tensor for own in parts for tensor in own])
 
@@ -106,6 +107,13 @@ def check_finite(changes: list[Change]) -> None:
         _refuse_beyond(changes, bounds)
 
     require(norms, judge)
+
+
+FEW_ENTRIES = 1 << 14
+
+
+def _few(changes: list[Change]) -> bool:
+    return sum(change.parameter.numel() for change in changes) <= FEW_ENTRIES
 
 
 def _limit(changes: list[Change]) -> float:

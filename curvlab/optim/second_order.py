@@ -54,7 +54,7 @@ from curvlab.optim.guard import (
 from curvlab.optim.levenberg_marquardt import LevenbergMarquardt
 from curvlab.problem import Problem
 from curvlab.providers import estimate
-from curvlab.providers.base import Chosen, Provider, estimate_jointly, gradient_for
+from curvlab.providers.base import Chosen, Provider, estimate_jointly, estimate_with_gradient
 from curvlab.providers.registry import providers
 from curvlab.solvers import Solution, solve
 from curvlab.solvers.base import Mixed, Solver
@@ -340,8 +340,8 @@ class SecondOrder(torch.optim.Optimizer):
                 loss = problem.loss()
                 if not estimating:
                     return loss, problem.gradient(), None
-                provider = self._estimated(problem)
-                return loss, gradient_for(provider, problem), estimate(provider, problem)
+                curvature, gradient = estimate_with_gradient(self._estimated(problem), problem)
+                return loss, gradient, curvature
         communicator = communicator_of(self.process_group)
         chosen = Chosen.jointly([self._provider] if estimating else [], problem, communicator)
         found = estimate_jointly(
@@ -360,13 +360,14 @@ class SecondOrder(torch.optim.Optimizer):
             "the number of steps taken": self._steps,
         }
 
-    def _estimated(self, problem: Problem) -> Provider:
+    def _estimated(self, problem: Problem) -> str | Provider:
         """The provider, or one that gives the solver the same step from fewer statistics."""
-        provider = providers.make(self._provider)
         # Levenberg-Marquardt reads the whole matrix besides.
-        if self._reads == "mean" and self.adapt is None:
-            return provider.for_mean_input(problem)
-        return provider
+        if self._reads != "mean" or self.adapt is not None:
+            return self._provider
+        given = providers.make(self._provider)
+        found = given.for_mean_input(problem)
+        return self._provider if found == given else found
 
     def _curvature(self, problem: Problem, fresh: Curvature | None) -> tuple[Curvature, Curvature | None]:
         """The curvature to step with and the one to keep for later steps, from a new one or the one kept."""

@@ -60,9 +60,9 @@ __all__ = [
     "check_draws",
     "estimate",
     "estimate_jointly",
+    "estimate_with_gradient",
     "example_layers",
     "factor_layers",
-    "gradient_for",
     "kronecker_layers",
     "providers",
     "resolved_choice",
@@ -207,7 +207,10 @@ class RowFields(Provider):
 
         Exceptions are a tied matrix, whose solvers take the diagonal of what `sharing` gives, and output
         sides wider than `max_factor`, whose bias block is diagonal where the rows of positions are many.
+        Where every layer sees one row per example there is nothing to sum up.
         """
+        if all(layer.kind == "linear" for layer in problem.layers):
+            return self
         if self.structure != "kronecker" or any(map(self._needs_positions, problem.layers)):
             return self
         return replace(self, sharing="reduce", positions="all")
@@ -422,23 +425,31 @@ def _estimate(
         chosen = Chosen.jointly(provider, problem, communicator)
         return estimate_jointly(chosen, problem, communicator).curvatures
     chosen = Chosen.of(provider, problem)
+    return _curvatures(chosen, problem, _stages(chosen.statistics))
+
+
+def _curvatures(chosen: Chosen, problem: Problem, stages: _Stages) -> list[Curvature]:
     versions = problem.versions
-    return chosen.curvatures(Context(problem, _means(problem, chosen.statistics)), versions)
+    return chosen.curvatures(Context(problem, _means(problem, stages)), versions)
 
 
-def gradient_for(provider: str | Provider, problem: Problem) -> Gradient:
-    """The gradient of one batch, from the very backward pass in which an `estimate` to come has its share.
+@full_precision
+def estimate_with_gradient(provider: str | Provider, problem: Problem) -> tuple[Curvature, Gradient]:
+    """The curvature and the gradient of one batch, whose backward pass has its share in the curvature's.
 
     >>> import torch
     >>> problem = Problem(torch.nn.Linear(2, 2), "cross-entropy", torch.eye(2), torch.tensor([0, 1]))
-    >>> sorted(gradient_for("pch[kind=rows]", problem))
-    ['bias', 'weight']
+    >>> curvature, gradient = estimate_with_gradient("pch[kind=rows]", problem)
+    >>> curvature.provider, sorted(gradient)
+    ('pch[kind=rows,poseig=last]', ['bias', 'weight'])
     """
+    chosen = Chosen.of([provider], problem)
+    stages = _stages(chosen.statistics)
     if not problem.streamed:
-        for stage in _stages(Chosen.of([provider], problem).statistics):
-            for statistic in stage:
-                statistic.hear_with_gradient(problem.recording())
-    return problem.gradient()
+        for statistic in (statistic for stage in stages for statistic in stage):
+            statistic.hear_with_gradient(problem.recording())
+    gradient = problem.gradient()
+    return _curvatures(chosen, problem, stages)[0], gradient
 
 
 @dataclass(frozen=True)
@@ -475,8 +486,10 @@ class Chosen:
         made = [provider.curvature(context, name) for name, provider in self.named]
         problem = context.problem
         said = problem.notes
-        shapes = {name: tuple(p.shape) for name, p in problem.model.named_parameters()}
-        left_out = {name: shapes[name] for name in problem.network.left_out}
+        left_out: dict[str, tuple[int, ...]] = {}
+        if problem.network.left_out:
+            shapes = {name: tuple(p.shape) for name, p in problem.model.named_parameters()}
+            left_out = {name: shapes[name] for name in problem.network.left_out}
         if autocast_switched_off():
             dtype = str(problem.network.example.dtype).removeprefix("torch.")
             said = (*said, f"autocast is switched off inside: this is the curvature of the {dtype} function")
@@ -537,10 +550,13 @@ def resolved_choice(spec: str | Provider, problem: Problem) -> str | Provider:
     return _label(spec, name, provider, problem) if isinstance(spec, str) else provider.resolved(problem)
 
 
-def _means(problem: Problem, wanted: Sequence[Statistic]) -> dict[Statistic, Values]:
-    """The means of all `wanted` statistics over all rows, from one pass; what they need, before it."""
+_Stages = Sequence[tuple[Statistic, ...]]
+
+
+def _means(problem: Problem, stages: _Stages) -> dict[Statistic, Values]:
+    """The means of all statistics over all rows, from one pass for each stage."""
     values: dict[Statistic, Values] = {}
-    for stage in _stages(wanted):
+    for stage in stages:
         means = Means([statistic.bound(values) for statistic in stage])
         for recording in problem.recordings():
             means.add(recording)

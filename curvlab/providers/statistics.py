@@ -140,7 +140,7 @@ def sides_for(sides: Sides, problem: SeenLayers) -> Sides | None:
     """None where every layer is a Linear one with one row per example, for which all sharing is the same."""
     plain = sides.structure == "kronecker" and all(layer.kind == "linear" for layer in problem.layers)
     usual = sides.max_factor == MAX_FACTOR
-    wide = any(max(layer.weight.shape, default=1) > sides.max_factor for layer in problem.layers)
+    wide = any(max(layer.parameter.shape, default=1) > sides.max_factor for layer in problem.layers)
     return None if plain and (usual or not wide) else sides
 
 

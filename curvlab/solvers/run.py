@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import partial
 from itertools import groupby
 from math import isfinite, nan
 from typing import TYPE_CHECKING
@@ -32,7 +30,7 @@ from curvlab.distributed.solve import choose_owners, layer_cost, share_out
 from curvlab.exceptions import ArgumentError, PairError, SolveError, SpecError, describe_argument
 from curvlab.linalg import Matrix
 from curvlab.linalg.cg import Outcome
-from curvlab.linalg.execution import deferring, full_precision, in_pieces
+from curvlab.linalg.execution import deferring, full_precision, in_pieces, without_gradients
 from curvlab.linalg.inverse import NotFiniteError, NotPositiveDefiniteError
 from curvlab.linalg.pending import Limits, collected, explained, require
 from curvlab.linalg.steps import RowGradient
@@ -60,7 +58,7 @@ SolverByLayer = Mapping[str, str | Solver]
 
 
 @full_precision
-@torch.no_grad()
+@without_gradients
 def solve(
     solver: str | Solver | SolverByLayer,
     curvature: Curvature,
@@ -352,14 +350,14 @@ class _Systems:
 
     def _prepare(self, unit: Unit) -> _Prepared:
         started = time.perf_counter()
-        explain = partial(self._failures, unit.layer)
-        with explain(), explained(explain):
+        failures = _Failures(self.provider, unit.layer)
+        with failures, explained(lambda: failures):
             state = unit.solver.prepare(unit.given, self.damping, unit.gradient)
         return _Prepared(unit, state, time.perf_counter() - started)
 
     def _apply(self, prepared: _Prepared) -> SolvedUnit:
         started, unit = time.perf_counter(), prepared.unit
-        with self._failures(unit.layer):
+        with _Failures(self.provider, unit.layer):
             direction = unit.solver.apply(prepared.state, unit.gradient)
         return self._finish(prepared, direction, time.perf_counter() - started)
 
@@ -378,19 +376,6 @@ class _Systems:
             seconds if known else nan,
         )
 
-    @contextmanager
-    def _failures(self, layer: LayerCurvature) -> Iterator[None]:
-        try:
-            yield
-        except NotPositiveDefiniteError as error:
-            raise SolveError(
-                f"layer `{layer.name}`: the damped factor of `{self.provider}` is not positive definite "
-                f"(smallest eigenvalue {error.smallest:.3g}), in float64 either. Increase the damping, or "
-                f"use solver `cg`, which stops at negative curvature"
-            ) from error
-        except (NotFiniteError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
-            raise SolveError(f"layer `{layer.name}` of `{self.provider}`: {error}") from error
-
     def known(self, unit: Unit) -> dict[str, object]:
         """What every rank holds of a unit, by name: it is not sent with a solution."""
         gradient = unit.gradient
@@ -400,6 +385,28 @@ class _Systems:
         if isinstance(gradient.weight, RowGradient):
             held["rows"] = gradient.weight.inputs
         return held
+
+
+class _Failures:
+    """Where a factorisation of a layer fails inside, the error says of which layer, and what to do."""
+
+    __slots__ = ("layer", "provider")
+
+    def __init__(self, provider: str, layer: LayerCurvature) -> None:
+        self.provider, self.layer = provider, layer
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, NotPositiveDefiniteError):
+            raise SolveError(
+                f"layer `{self.layer.name}`: the damped factor of `{self.provider}` is not positive definite "
+                f"(smallest eigenvalue {error.smallest:.3g}), in float64 either. Increase the damping, or "
+                f"use solver `cg`, which stops at negative curvature"
+            ) from error
+        if isinstance(error, NotFiniteError | torch.linalg.LinAlgError):  # type: ignore[attr-defined]
+            raise SolveError(f"layer `{self.layer.name}` of `{self.provider}`: {error}") from error
 
 
 def group_by_solver(units: Sequence[Unit]) -> list[tuple[Solver, list[int]]]:
