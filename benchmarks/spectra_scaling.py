@@ -10,15 +10,20 @@ Fully-connected networks (tanh, cross-entropy, float32, one thread), random rows
 
 Work is fixed by the number of products: top-5 ends after 30 of them whether or not its residuals are small
 enough, a density has 4 probes (2 where parameters grow) of 10 steps, a trace twice as many probes
-(Hutchinson). Making the problem and the operator is not timed. The growth is the slope of log seconds over
-log size from the second point to the last: 1 is linear, below 1 has a part that does not grow.
+(Hutchinson). Making the problem and the operator is not timed. `gradient` is one forward and backward pass
+of torch on the same model and rows: how the machine itself grows. One more run of each task counts what the
+system gave: its seconds, and the pages of memory that were touched for the first time. The growth is the
+slope of log seconds over log size from the second point to the last: 1 is linear, below 1 has a part that
+does not grow. The last step is the ratio of the last two times over that of their sizes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import resource
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 from math import log
 from pathlib import Path
@@ -26,7 +31,8 @@ from typing import Any
 
 import pandas as pd
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 import curvlab
 from curvlab.curvature import Curvature
@@ -40,8 +46,23 @@ STEPS, PRODUCTS = 10, 30
 Row = dict[str, Any]
 
 
-def hessian(inputs: int, width: int, rows: int) -> Curvature:
-    """The whole Hessian of inputs-width-10; of inputs-width-width/4-10 where the width is above 500."""
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A model with its rows, and its whole Hessian."""
+
+    model: nn.Module
+    inputs: Tensor
+    targets: Tensor
+    hessian: Curvature
+
+    def gradient(self) -> tuple[Tensor, ...]:
+        """One forward and backward pass."""
+        loss = F.cross_entropy(self.model(self.inputs), self.targets)
+        return torch.autograd.grad(loss, list(self.model.parameters()))
+
+
+def case(inputs: int, width: int, rows: int) -> Case:
+    """A network inputs-width-10; inputs-width-width/4-10 where the width is above 500."""
     torch.manual_seed(0)
     hidden = (width, width // 4) if width > 500 else (width,)
     sizes = (inputs, *hidden, 10)
@@ -50,39 +71,55 @@ def hessian(inputs: int, width: int, rows: int) -> Curvature:
         layers += [nn.Linear(before, after), nn.Tanh()]
     model = nn.Sequential(*layers[:-1])
     data = torch.randn(rows, inputs), torch.randint(0, 10, (rows,))
-    return curvlab.estimate("hessian[structure=full]", curvlab.Problem(model, "cross-entropy", *data))
+    problem = curvlab.Problem(model, "cross-entropy", *data)
+    return Case(model, *data, curvlab.estimate("hessian[structure=full]", problem))
 
 
-def tasks(curvature: Curvature, probes: int) -> dict[str, Callable[[], object]]:
+def tasks(given: Case, probes: int) -> dict[str, Callable[[], object]]:
     """What is timed, by name."""
+    curvature = given.hessian
     return {
         "top-5": lambda: curvlab.spectrum(curvature, 5, max_products=PRODUCTS, tol=0.0),
         "density": lambda: curvlab.density(curvature, probes=probes, steps=STEPS),
         "trace": lambda: curvature.trace(probes=max(4, 2 * probes)),
+        "gradient": given.gradient,
     }
 
 
-def timed(axis: str, size: int, curvature: Curvature, probes: int, rounds: int) -> list[Row]:
-    """Median seconds of processor time of every task at one point of an axis."""
-    found = interleaved(tasks(curvature, probes), rounds)
+def timed(axis: str, size: int, given: Case, probes: int, rounds: int) -> list[Row]:
+    """Median seconds of processor time of every task at one point of an axis, and the system's part."""
+    work = tasks(given, probes)
+    found = interleaved(work, rounds)
     return [
         {"axis": axis, "size": size, "task": task, "seconds": round(one.processor.median, 4)}
+        | of_the_system(work[task])
         for task, one in found.items()
     ]
+
+
+def of_the_system(function: Callable[[], object]) -> Row:
+    """Seconds that the system took while `function` ran, and the pages of memory that it touched first."""
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    function()
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    return {
+        "system_seconds": round(after.ru_stime - before.ru_stime, 4),
+        "page_faults": after.ru_minflt - before.ru_minflt,
+    }
 
 
 def measured(rounds: int) -> list[Row]:
     """All axes, one after the other."""
     rows: list[Row] = []
     for examples in EXAMPLES:
-        rows += timed("examples", examples, hessian(784, 128, examples), 4, rounds)
-    curvature = hessian(784, 128, EXAMPLES[0])
+        rows += timed("examples", examples, case(784, 128, examples), 4, rounds)
+    given = case(784, 128, EXAMPLES[0])
     for probes in PROBES:
-        found = timed("probes", probes, curvature, probes, rounds)
-        rows += [row for row in found if row["task"] != "top-5"]
+        found = timed("probes", probes, given, probes, rounds)
+        rows += [row for row in found if row["task"] in ("density", "trace")]
     for (inputs, width), examples in WIDTHS.items():
-        curvature = hessian(inputs, width, examples)
-        rows += timed("parameters", curvature.numel, curvature, 2, rounds)
+        given = case(inputs, width, examples)
+        rows += timed("parameters", given.hessian.numel, given, 2, rounds)
     return rows
 
 
@@ -90,9 +127,11 @@ def growth(rows: pd.DataFrame) -> pd.DataFrame:
     """The slope of log seconds over log size, from the second size to the last, by axis and task."""
     slopes = []
     for (axis, task), group in rows.groupby(["axis", "task"], sort=False):
-        (_, first), (_, last) = list(group.sort_values("size").iterrows())[1 :: len(group) - 2]
-        slope = log(last["seconds"] / first["seconds"]) / log(last["size"] / first["size"])
-        slopes.append({"axis": axis, "task": task, "growth": round(slope, 2)})
+        ordered = group.sort_values("size")
+        sizes, seconds = ordered["size"].tolist(), ordered["seconds"].tolist()
+        slope = log(seconds[-1] / seconds[1]) / log(sizes[-1] / sizes[1])
+        last = seconds[-1] / seconds[-2] / (sizes[-1] / sizes[-2])
+        slopes.append({"axis": axis, "task": task, "growth": round(slope, 2), "last step": round(last, 2)})
     return pd.DataFrame(slopes)
 
 

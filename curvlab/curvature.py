@@ -51,7 +51,7 @@ from curvlab.linalg.eigenbases import DENSE_OPERATOR_UP_TO, Eigenbasis
 from curvlab.linalg.estimators import Estimate, Estimator, estimate_trace
 from curvlab.linalg.execution import FullPrecision
 from curvlab.linalg.factors import frobenius_norm
-from curvlab.linalg.flat import NamedProduct, WholeProduct, flatten, flatten_rows, unflatten, unflatten_rows
+from curvlab.linalg.flat import NamedProduct, WholeProduct, flatten, unflatten
 from curvlab.matrix_functions import (
     LOGDET_STEPS,
     Damping,
@@ -63,6 +63,7 @@ from curvlab.matrix_functions import (
     matrix_inverse,
     matrix_power,
 )
+from curvlab.measure.device import keep_freed_memory
 from curvlab.staleness import Versions, change_message
 
 if TYPE_CHECKING:
@@ -242,7 +243,7 @@ class Curvature(FullPrecision):
         if isinstance(self.full_product, WholeProduct):
             # The operator itself checks that it is fresh, once for each product.
             shapes = {name: block.shape for name, block in self._blocks.items()}
-            images = flatten_rows(self.full_product.several(unflatten_rows(rows, shapes)), list(shapes))
+            images = self.full_product.rows(rows, shapes)
             return images if self.shift == 0 else images.add_(rows, alpha=self.shift)
         if self.products_at_once > 1 and len(rows) > 1:
             batched = self._batched_product
@@ -263,6 +264,7 @@ class Curvature(FullPrecision):
         blocks = self.blocks
         shapes = {name: block.shape for name, block in blocks.items()}
         example = next(iter(blocks.values())).example
+        keep_freed_memory(example.device)  # one product after the other, each with the same temporaries
         return SymmetricMatrix(shapes, self.rows_product, example, self.provider, lambda: self._basis)
 
     @cached_property

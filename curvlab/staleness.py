@@ -21,7 +21,9 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -40,7 +42,9 @@ __all__ = [
     "Stamp",
     "Versions",
     "change_message",
+    "checked_once",
     "example_hashes",
+    "first_check",
     "hooks_of",
     "identities",
     "logical_shift",
@@ -207,6 +211,35 @@ class Members:
         for name, child in module._modules.items():
             if child is not None:
                 self._visit(f"{prefix}{name}.", child, seen)
+
+
+_CHECKED: ContextVar[set[object] | None] = ContextVar("what has been checked", default=None)
+
+
+@contextmanager
+def checked_once() -> Iterator[None]:
+    """Inside, what `first_check` is asked about is checked once: one analysis takes hundreds of products."""
+    token = _CHECKED.set(set())
+    try:
+        yield
+    finally:
+        _CHECKED.reset(token)
+
+
+def first_check(of: object) -> bool:
+    """Whether `of` is to be checked: always outside of `checked_once`, the first time inside.
+
+    >>> with checked_once():
+    ...     first_check("a"), first_check("a"), first_check("b")
+    (True, False, True)
+    """
+    checked = _CHECKED.get()
+    if checked is None:
+        return True
+    if of in checked:
+        return False
+    checked.add(of)
+    return True
 
 
 SAMPLED = 16

@@ -338,6 +338,21 @@ MODELS: dict[str, Callable[[], Case]] = {
     "transposed": lambda: Case(
         after(nn.ConvTranspose2d(2, 2, 2, stride=2, output_padding=1, groups=2), 2), vectors(2, 2, 3)
     ),
+    "convolutions": lambda: Case(
+        after(
+            nn.Sequential(
+                nn.Conv2d(2, 4, 3, (2, 1), padding=1, bias=False),
+                nn.Tanh(),
+                nn.Conv2d(4, 4, (1, 3), padding="same", dilation=2, groups=2),
+                nn.Sigmoid(),
+                nn.ConvTranspose2d(4, 2, 2, stride=2, dilation=2, bias=False),
+                nn.Tanh(),
+                nn.Conv2d(2, 2, 2, padding="valid"),
+            ),
+            2,
+        ),
+        vectors(2, 4, 3),
+    ),
     "residual": lambda: Case(Residual(), vectors(2, 4, 4)),
     "embedding": lambda: Case(sequence(nn.Embedding(5, 3, padding_idx=1), 3), tokens(4)),
     "sparse embedding": lambda: Case(

@@ -271,6 +271,27 @@ def test_a_density_has_the_outliers_and_the_bulk_of_the_spectrum(
     assert bulk_distance(at_mean, values)[1] > 0.1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_density_misses_outliers_only_with_few_steps_and_makes_up_none(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs without reorthogonalisation find an eigenvalue again and again; none of the copies may hide it."""
+    _, dense = whole_hessian(name)
+    monkeypatch.setattr(curvlab.curvature, "DENSE_OPERATOR_UP_TO", 0)
+    curvature = curvlab.curvature_from(dense.to(dtype))
+    values = np.linalg.eigvalsh(dense.numpy())[::-1]
+    gaps = (values[1:6] - values[2:7]) / values[1:6]
+    truth = 2 + int(gaps.argmax())
+    for steps in (4, 10, 20, 30, 40, 50, 60, 70, 80):
+        for seed in range(3):
+            found = curvlab.density(curvature, probes=2, steps=steps, seed=seed)
+            np.testing.assert_allclose(found.outliers, values[: len(found.outliers)], rtol=1e-3)
+            assert len(found.outliers) == truth if steps >= 30 else len(found.outliers) <= truth
+            assert float(found.weights.sum()) == pytest.approx(1)
+
+
 @pytest.mark.parametrize("values", [[0.0] * 40, [5.0] * 6 + [1.0] * 94, [3.0] + [0.0] * 59])
 def test_a_density_of_few_different_eigenvalues_has_their_shares(
     values: list[float], monkeypatch: pytest.MonkeyPatch

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 import curvlab
 from curvlab import Additive, curvature
-from curvlab.exceptions import ArgumentError, IndefiniteError, SpecError
-from curvlab.linalg import eigenbases, krylov
+from curvlab.exceptions import ArgumentError, IndefiniteError, SpecError, StaleError
+from curvlab.linalg import eigenbases, estimators, krylov
+from curvlab.measure.memory import peak_bytes
+from curvlab.model.network import Network
 from tests.any_models import CASES, CONVOLUTIONS
 from tests.cases import Case
 
@@ -146,6 +148,103 @@ def test_a_stream_runs_its_model_once_for_several_products(name: str) -> None:
     calls.clear()
     whole.flat_product(columns)
     assert len(calls) == 1
+
+
+def test_bias_blocks_of_the_whole_hessian_are_those_of_the_dense_matrix() -> None:
+    case = CASES["chain"]
+    problem, reference = case.problem(), case.reference()
+    batch = next(problem.batches())
+    for given in (problem, problem.with_data([(batch.inputs, batch.targets)])):
+        whole = curvlab.estimate("hessian[structure=full]", given)
+        dense = in_order(whole, reference.full_hessian(), list(reference.parameters))
+        start = 0
+        for name, block in whole.blocks.items():
+            own = dense[start : start + block.numel, start : start + block.numel]
+            start += block.numel
+            if not name.endswith("bias"):
+                continue
+            np.testing.assert_allclose(block.to_dense(), own, atol=1e-10)
+            np.testing.assert_allclose(block.diagonal(), np.diag(own), atol=1e-10)
+            np.testing.assert_allclose(block.trace(), np.trace(own), atol=1e-10)
+            np.testing.assert_allclose(block.frobenius_norm(), np.linalg.norm(own), atol=1e-10)
+            np.testing.assert_allclose(block.eigvalsh(), np.linalg.eigvalsh(own), atol=1e-10)
+
+
+@pytest.mark.usefixtures("by_products")
+@pytest.mark.parametrize("name", ["chain", "residual and a layer used twice"])
+def test_an_analysis_asks_once_whether_the_model_has_changed(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = CASES[name].problem()
+    whole = curvlab.estimate("hessian[structure=full]", problem)
+    asked: list[int] = []
+    original = Network.check_unchanged
+    monkeypatch.setattr(Network, "check_unchanged", lambda self: (asked.append(1), original(self)))
+    for analysis in (lambda: curvlab.spectrum(whole, k=2), lambda: curvlab.density(whole, 2, 10)):
+        whole.rows_product(torch.ones(1, whole.numel, dtype=torch.float64))  # the batch is recorded
+        asked.clear()
+        analysis()
+        assert len(asked) == 1
+    asked.clear()
+    whole.rows_product(torch.ones(1, whole.numel, dtype=torch.float64))
+    whole.rows_product(torch.ones(1, whole.numel, dtype=torch.float64))
+    assert len(asked) == 2
+    with torch.no_grad():
+        next(problem.model.parameters()).add_(1)
+    with pytest.raises(StaleError):
+        curvlab.spectrum(whole, k=2)
+
+
+def test_a_search_leaves_an_operator_that_hands_out_its_operand_alone() -> None:
+    """Vectors are worked on in place, but never those that a product has given."""
+    found = krylov.eigenpairs(
+        lambda x: x, 40, 3, "largest", like=torch.empty(0).double(), tol=1e-10, max_products=60
+    )
+    torch.testing.assert_close(found.values, torch.ones(3, dtype=torch.float64))
+    torch.testing.assert_close(found.vectors @ found.vectors.T, torch.eye(3, dtype=torch.float64))
+    starts = torch.randn(2, 40, dtype=torch.float64)
+    before = starts.clone()
+    nodes, weights = krylov.quadrature(krylov.lanczos(lambda x: x, starts, 3, keep=False))
+    torch.testing.assert_close((nodes * weights).sum(1), torch.ones(2, dtype=torch.float64))
+    assert torch.equal(starts, before)
+
+
+def test_what_is_drawn_piece_by_piece_is_what_one_call_of_torch_gives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(estimators, "PIECE", 64)
+    for count, size in ((1, 3), (2, 9), (1, 64), (1, 65), (1, 79), (1, 80), (3, 67), (4, 100)):
+        for dtype in (torch.float32, torch.float64):
+            like = torch.empty(0, dtype=dtype)
+            generator = torch.Generator().manual_seed(5)
+            normal = torch.randn(count, size, generator=generator, dtype=torch.float64).to(dtype)
+            assert torch.equal(estimators.gaussian_rows(count, size, like, 5), normal)
+            generator = torch.Generator().manual_seed(5)
+            bits = torch.randint(0, 2, (count, size), generator=generator, dtype=torch.int8)
+            assert torch.equal(estimators.random_signs(count, size, like, 5), (2 * bits - 1).to(dtype))
+
+
+def test_analyses_hold_few_vectors_of_all_parameters_beside_those_they_keep(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is new at every product is asked of the system each time, which took half of a large one."""
+    monkeypatch.setattr(estimators, "PIECE", 2**10)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(300, 200), nn.Tanh(), nn.Linear(200, 3))
+    problem = curvlab.Problem(model, "cross-entropy", torch.randn(4, 300), torch.tensor([0, 1, 2, 0]))
+    whole = curvlab.estimate("hessian[structure=full]", problem)
+    start = torch.ones(1, whole.numel)
+    whole.rows_product(start)  # what is kept from product to product
+
+    def vectors(function: Callable[[], object]) -> float:
+        return peak_bytes(function, device="cpu") / (4 * whole.numel)
+
+    assert vectors(lambda: whole.rows_product(start)) < 1.1  # the image
+    without_basis = vectors(lambda: krylov.lanczos(whole.rows_product, start, 6, keep=False))
+    assert without_basis < 3 + 0.1  # two vectors and the image
+    basis = krylov.SPACE + 2 + 1
+    assert vectors(lambda: curvlab.spectrum(whole, 2, max_products=15, tol=0.0)) < basis + 4 + 0.5
+    assert vectors(lambda: whole.trace(probes=8)) < 2 * 8 + 0.5  # signs and images
 
 
 @pytest.mark.usefixtures("by_products")

@@ -15,11 +15,13 @@ from torch.autograd.functional import jacobian as dense_jacobian
 from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from curvlab.criteria import MSE, Criterion, CrossEntropy, FunctionCriterion, Robust
 from curvlab.criteria.base import AllWeightsZeroError
 from curvlab.exceptions import ArgumentError, ProblemError, StaleError
+from curvlab.model.double_backward import TwiceDifferentiable
 from curvlab.model.network import ModelCall
 from curvlab.model.products import ModelProducts
 from tests.product_cases import (
@@ -182,6 +184,71 @@ def test_hessian_products_equal_differences_of_the_gradient(model: str) -> None:
     expected = (8 * near - far) / (12 * step)
     flat = torch.cat([value.flatten() for value in found.values()]) / EXAMPLES
     torch.testing.assert_close(flat, expected, rtol=1e-8, atol=1e-8)
+
+
+# ------------------------------------------------------------------------------------------- convolutions
+
+CONVOLUTIONS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
+    "1d": (F.conv1d, (3, 2, 7), (4, 2, 3), {"stride": 2, "padding": 1}),
+    "1d, same": (F.conv1d, (3, 2, 7), (4, 2, 3), {"padding": "same", "dilation": 2}),
+    "1d, same, even": (F.conv1d, (3, 2, 7), (4, 2, 2), {"padding": "same"}),
+    "2d, groups": (F.conv2d, (3, 4, 5, 6), (6, 2, 3, 2), {"groups": 2, "stride": (1, 2), "dilation": [2, 1]}),
+    "2d, depthwise": (F.conv2d, (3, 4, 5, 6), (4, 1, 3, 3), {"groups": 4, "padding": (1, 0)}),
+    "2d, one image": (F.conv2d, (4, 5, 6), (3, 4, 2, 2), {"padding": "valid"}),
+    "3d": (F.conv3d, (2, 2, 4, 3, 4), (3, 2, 2, 2, 2), {"stride": (2, 1, 1)}),
+    "1d transposed": (F.conv_transpose1d, (3, 2, 5), (2, 3, 3), {"stride": 2, "output_padding": 1}),
+    "2d transposed": (F.conv_transpose2d, (3, 4, 3, 3), (4, 2, 2, 3), {"groups": 2, "padding": (1, 0)}),
+    "3d transposed": (F.conv_transpose3d, (2, 2, 2, 3, 2), (2, 2, 2, 2, 2), {"dilation": (1, 2, 1)}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", CONVOLUTIONS)
+def test_second_derivatives_of_a_convolution_are_torchs_own(kind: str, bias: bool) -> None:
+    function, shape, kernel, settings = CONVOLUTIONS[kind]
+    outputs = kernel[1] * settings.get("groups", 1) if "transposed" in kind else kernel[0]
+    given = [torch.randn(shape), torch.randn(kernel), torch.randn(outputs) if bias else None]
+    tensors = [x.requires_grad_() for x in given if x is not None]
+
+    def derivatives() -> tuple[Tensor, ...]:
+        value = function(*given, **settings)
+        generator = torch.Generator().manual_seed(1)
+        gradients = torch.autograd.grad(value.square().sum(), tensors, create_graph=True)
+        along = [torch.randn(g.shape, generator=generator) for g in gradients]
+        return (value, *gradients, *torch.autograd.grad(gradients, tensors, along))
+
+    expected = derivatives()
+    with TwiceDifferentiable():
+        found = derivatives()
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_a_product_differentiates_a_convolution_only_where_it_goes_on() -> None:
+    """A Gauss-Newton product takes Jv from the derivative at the cotangent: nothing at images and weights."""
+    model = nn.Sequential(nn.Conv1d(2, 3, 2), nn.Tanh(), nn.Conv1d(3, 2, 2), nn.Flatten(), head(6))
+    products = ModelProducts(ModelCall(model), CrossEntropy(), trainable(model))
+    batch = products.prepare(vectors(2, 5), labels())
+    along = {name: torch.randn_like(p) for name, p in trainable(model).items()}
+    counts = {}
+    for kind in ("gauss_newton", "hessian"):
+        with OperationCount("aten::convolution_backward") as operations:
+            getattr(batch, kind)(along)
+        counts[kind] = operations.count
+    assert counts == {"gauss_newton": 2, "hessian": 2 + 2}  # of two layers; images have no derivative
+
+
+class OperationCount(TorchDispatchMode):
+    """How often an operation of this name runs."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.count = name, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.name().split(".")[0] == self.name
+        return func(*args, **(kwargs or {}))
 
 
 # ------------------------------------------------------------------------------------------- loss layouts

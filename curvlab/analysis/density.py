@@ -11,7 +11,8 @@ weights, and the eigenvalue counted with 1/n:
 
     φ(t) = 1/n Σ_top δ(t - λ) + (n - k)/n · mean over probes of Σ_j w_j δ(t - θ_j)
 
-`outliers` are among those that were found: with few steps there may be none.
+`outliers` are among those that were found. Each is an eigenvalue; where the run found fewer than eight, as
+with 20 steps or less, there may be further ones: the gap is then the widest among those that are known.
 
 `density` is φ on `grid`, smoothed by a Gaussian; `band` is two standard errors over the probes around it.
 """
@@ -36,6 +37,7 @@ from curvlab.linalg.execution import full_precision
 from curvlab.linalg.krylov import lanczos, leading_pairs, quadrature
 from curvlab.matrix_functions import SymmetricMatrix, check_rows, runs_at_once
 from curvlab.problem import Problem
+from curvlab.staleness import checked_once
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -186,21 +188,24 @@ def _estimated(matrix: SymmetricMatrix, probes: int, steps: int, seed: int) -> t
             f"{days:,.1f} days in all; 10 probes of 80 steps are usual"
         )
     starts = gaussian_rows(probes, size, like, seed + 1)
-    starts = starts / torch.linalg.vector_norm(starts, dim=1, keepdim=True)
+    starts /= torch.linalg.vector_norm(starts, dim=1, keepdim=True)
     steps = min(steps, size)
     at_once, hold = runs_at_once(matrix, steps)
     # Without reorthogonalisation, which took most of the time: ghosts share the weight of their value.
-    runs = [
-        lanczos(matrix.product, part, steps, keep=False, keep_first=hold and number == 0)
-        for number, part in enumerate(starts.split(at_once))
-    ]
+    with checked_once():
+        runs = [
+            lanczos(matrix.product, part, steps, keep=False, keep_first=hold and number == 0)
+            for number, part in enumerate(starts.split(at_once))
+        ]
     pairs = [quadrature(run) for run in runs]
     nodes, weights = (torch.cat(one) for one in zip(*pairs, strict=True))
-    count, top, vectors = min(LEADING, size // 4), like.new_zeros(0), starts[:0]
-    if hold and count:
-        top, vectors = leading_pairs(runs[0], count, LEADING_TOL)
+    count, top, along = min(LEADING, size // 4), like.new_zeros(0), like.new_zeros(0, probes)
+    vectors = runs[0].vectors
+    if vectors is not None and count:
+        top, coefficients = leading_pairs(runs[0], count, LEADING_TOL)
+        along = coefficients @ (vectors[0] @ starts.T)
     rest = weights
-    for value, shares in zip(top, (vectors @ starts.T).square(), strict=True):
+    for value, shares in zip(top, along.square(), strict=True):
         rest = _without(nodes, rest, value, shares)
     # Where the first probe's run has ended, its vectors may span all of the probe: it stays as it was.
     some = rest.sum(1, keepdim=True) > 1e3 * torch.finfo(rest.dtype).eps

@@ -26,6 +26,7 @@ from curvlab.matrix_functions import SymmetricMatrix, check_rows
 from curvlab.problem import Problem
 from curvlab.providers.base import estimate
 from curvlab.solvers.solution import Status
+from curvlab.staleness import checked_once
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -235,16 +236,17 @@ def _spectrum(
             curvature.provider, which, values, residuals, Status.CONVERGED, count, matrix, vectors
         )
     allowed = max(FEWEST_PRODUCTS, PRODUCTS_PER_PAIR * count) if max_products is None else max_products
-    found = eigenpairs(
-        matrix.product,
-        matrix.size,
-        count,
-        which,
-        like=matrix.like,
-        tol=limit,
-        max_products=allowed,
-        seed=seed,
-    )
+    with checked_once():
+        found = eigenpairs(
+            matrix.product,
+            matrix.size,
+            count,
+            which,
+            like=matrix.like,
+            tol=limit,
+            max_products=allowed,
+            seed=seed,
+        )
     status = Status.CONVERGED if found.converged else Status.ITERATION_LIMIT
     # The recursion's own estimate may be small where rounding keeps the true residual large.
     if found.converged and float(found.residuals.max()) > 10 * limit * float(found.values.abs().max()):

@@ -12,6 +12,7 @@ from torch import Tensor
 __all__ = ["NamedProduct", "WholeProduct", "flatten", "flatten_rows", "unflatten", "unflatten_rows"]
 
 NamedProduct: TypeAlias = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+RowsProduct: TypeAlias = Callable[[Tensor, Mapping[str, Sequence[int]]], Tensor]
 
 
 def flatten(vectors: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
@@ -61,19 +62,31 @@ def unflatten_rows(rows: Tensor, shapes: Mapping[str, Sequence[int]]) -> dict[st
 class WholeProduct:
     """x ↦ C x on named tensors, and with several vectors, {name: (r, *shape)}, in one pass over the data.
 
+    `side_by_side` takes rows (r, n) with the shapes of their parts, and writes the images of all parts into
+    rows at once: joining them afterwards copies each.
+
     >>> double = WholeProduct(several=lambda vectors: {name: 2 * x for name, x in vectors.items()})
     >>> double({"a": torch.ones(3)})["a"].tolist()
     [2.0, 2.0, 2.0]
+    >>> double.rows(torch.ones(1, 3), {"b": (1,), "a": (2,)}).tolist()
+    [[2.0, 2.0, 2.0]]
     """
 
     several: NamedProduct
     one: NamedProduct | None = None
+    side_by_side: RowsProduct | None = None
 
     def __call__(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if self.one is not None:
             return self.one(vectors)
         images = self.several({name: vector[None] for name, vector in vectors.items()})
         return {name: image[0] for name, image in images.items()}
+
+    def rows(self, rows: Tensor, shapes: Mapping[str, Sequence[int]]) -> Tensor:
+        """The images of rows (r, n), parameters flattened and joined; no entry of `rows` is among them."""
+        if self.side_by_side is not None:
+            return self.side_by_side(rows, shapes)
+        return flatten_rows(self.several(unflatten_rows(rows, shapes)), list(shapes))
 
     @classmethod
     def made_of(

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from curvlab.linalg.eigenbases import Which
-from curvlab.linalg.estimators import gaussian_rows
+from curvlab.linalg.estimators import PIECE, gaussian_rows
+from curvlab.linalg.execution import in_pieces
 
 __all__ = [
     "Eigenpairs",
@@ -36,7 +37,7 @@ __all__ = [
 ]
 
 RowProduct = Callable[[Tensor], Tensor]
-LOOK_AT = 0.05  # relative residual, by a run's own estimate, up to which a Ritz pair is looked at
+SHORTEST = 0.01  # of combinations of a run's unit vectors: shorter ones are mostly rounding
 SPACE_BYTES = 256 * 1024**2
 SPACE = 100
 LOOK_EVERY, LOOK_SOON, NEARLY = 10, 2, 30  # products until convergence is looked for; soon, where it is near
@@ -80,20 +81,20 @@ def lanczos(
     steps = min(steps, size)
     current = starts / torch.linalg.vector_norm(starts, dim=1, keepdim=True)
     previous, beta = torch.zeros_like(current), current.new_zeros(runs)
-    held = current.new_zeros(runs, steps, size) if keep else None
-    first = current.new_zeros(1, steps + 1, size) if keep_first else None
+    held = current.new_empty(runs, steps, size) if keep else None
+    first = current.new_empty(1, steps + 1, size) if keep_first else None
     vectors = held if first is None else first
     diagonal, off_diagonal = [], []
     largest = current.new_zeros(runs)
     for step in range(steps):
         if vectors is not None:
             vectors[:, step] = current[: len(vectors)]
-        image = product(current)
-        alpha = torch.linalg.vecdot(image, current)
-        image = torch.addcmul(image, alpha[:, None], current, value=-1)
-        image.addcmul_(beta[:, None], previous, value=-1)
+        # In the memory of the vector before: only the product makes a new one.
+        image = torch.addcmul(product(current), beta[:, None], previous, value=-1, out=previous)
+        alpha = _inner(image, current)
+        image.addcmul_(alpha[:, None], current, value=-1)
         if held is not None:
-            image = _orthogonalise(image, held[:, : step + 1])
+            _orthogonalise(image, held[:, : step + 1])
         norm = torch.linalg.vector_norm(image, dim=1)
         largest = torch.maximum(largest, alpha.abs() + norm + beta)
         # An invariant subspace: what is left is rounding, and the run stays at zero from here on.
@@ -101,65 +102,73 @@ def lanczos(
         diagonal.append(alpha)
         off_diagonal.append(beta)
         previous = current
-        current = torch.where(beta[:, None] > 0, image / torch.where(beta > 0, beta, 1)[:, None], 0)
+        current = image.div_(torch.where(beta > 0, beta, torch.inf)[:, None])
     if first is not None:
         first[:, steps] = current[:1]
     return Tridiagonal(torch.stack(diagonal, 1), torch.stack(off_diagonal, 1), vectors)
 
 
+def _inner(left: Tensor, right: Tensor) -> Tensor:
+    """The inner product of each row with its own."""
+    if not in_pieces(left):
+        return torch.linalg.vecdot(left, right)
+    return torch.stack([one @ other for one, other in zip(left, right, strict=True)])  # makes no product
+
+
 def leading_pairs(found: Tridiagonal, count: int, tol: float) -> tuple[Tensor, Tensor]:
     """Up to `count` of the largest eigenvalues, as far as the first run has found them, and their vectors.
 
-    From the Ritz vectors y = Vᵀs of a run that kept its vectors, and the one after, without orthogonalising
-    them. A y = θ y + β s_k v holds to rounding all the same, so that residuals r need no further product.
-    Copies of a vector that is there are left out. Leading ones whose eigenvalue is known to `tol` of itself
-    count: no eigenvalue is further away than r, nor than r²/δ with the next at a distance δ.
+    The vectors are given by their coefficients (k, steps + 1) in those of the run, V. These are not
+    orthogonal, so that T has an eigenvalue twice and, for some steps, another on the way there. Those of A on
+    the span of V are not: with G = V Vᵀ, of which directions shorter than `SHORTEST` are left out, and
+    A Vᵀ = Vᵀ T + β v eᵀ, which holds to rounding all the same, neither they nor their residuals r need a
+    further product. Leading ones whose eigenvalue is known to `tol` of itself count: no eigenvalue is further
+    away than r, nor than r²/δ with the next at a distance δ.
     """
     assert found.vectors is not None
-    rows, following = found.vectors[0, :-1], found.vectors[0, -1]
-    values, weights = torch.linalg.eigh(
-        Tridiagonal(found.diagonal[:1], found.off_diagonal[:1], None).matrices()[0]
-    )
-    left_over = found.off_diagonal[0, -1] * weights[-1]
-    near = left_over.abs() <= LOOK_AT * values.abs()
-    candidates = [int(i) for i in values.argsort(descending=True)[: 4 * count] if bool(near[i])]
-    basis = images = rows[:0]
-    for index in candidates:
-        if len(basis) == count:
-            break
-        vector = weights[:, index] @ rows
-        image = values[index] * vector + left_over[index] * following
-        length = torch.linalg.vector_norm(vector)
-        for _ in range(2):
-            inner = basis @ vector
-            vector, image = vector - inner @ basis, image - inner @ images
-        left = torch.linalg.vector_norm(vector)
-        if bool(left > 0.5 * length):
-            basis, images = (
-                torch.cat([basis, (vector / left)[None]]),
-                torch.cat([images, (image / left)[None]]),
-            )
-    if not len(basis):
-        return values[:0], basis
-    values, rotation = torch.linalg.eigh((basis @ images.T + images @ basis.T) / 2)
+    metric = gram_matrix(found.vectors[0])
+    recurrence = Tridiagonal(found.diagonal[:1].to(metric), found.off_diagonal[:1].to(metric), None)
+    last = torch.zeros_like(metric[:1, :-1])
+    last[0, -1] = recurrence.off_diagonal[0, -1]
+    product = torch.cat([recurrence.matrices()[0], last])
+    lengths, directions = torch.linalg.eigh(metric[:-1, :-1])
+    long = lengths > SHORTEST**2
+    basis = directions[:, long] / lengths[long].sqrt()
+    images = product @ basis
+    projected = basis.T @ metric[:-1] @ images
+    values, rotation = torch.linalg.eigh((projected + projected.T) / 2)
     values, rotation = values.flip(0), rotation.flip(1)
-    vectors = rotation.T @ basis
-    residuals = torch.linalg.vector_norm(rotation.T @ images - values[:, None] * vectors, dim=1)
+    vectors = torch.cat([basis @ rotation, torch.zeros_like(rotation[:1])]).T
+    rest = (images @ rotation).T - values[:, None] * vectors
+    residuals = ((rest @ metric) * rest).sum(1).clamp(min=0).sqrt()
     gaps = torch.full_like(values, torch.inf)
     apart = (values[:-1] - values[1:]).abs()
     gaps[:-1], gaps[1:] = apart, torch.minimum(gaps[1:], apart)
     gaps = (gaps - residuals).clamp(min=torch.finfo(gaps.dtype).tiny)
     good = torch.minimum(residuals, residuals.square() / gaps) <= tol * values.abs()
-    known = int(good.int().cumprod(0).sum())  # the leading ones: no gap may hide one that was not found
-    return values[:known], vectors[:known]
+    known = int(good[:count].int().cumprod(0).sum())  # no gap may hide one that was not found
+    return values[:known].to(found.diagonal), vectors[:known].to(found.diagonal)
 
 
-def _orthogonalise(rows: Tensor, vectors: Tensor) -> Tensor:
-    """Rows (r, n) against the vectors (r, k, n) of each, twice."""
+def gram_matrix(rows: Tensor) -> Tensor:
+    """V Vᵀ in double precision, on the host: products of rows that are nearly parallel lose no digits.
+
+    >>> gram_matrix(torch.tensor([[1.0, 2.0], [0.0, 1.0]])).tolist()
+    [[5.0, 2.0], [2.0, 1.0]]
+    """
+    width = max(1, PIECE // len(rows)) if in_pieces(rows) else rows.shape[1]
+    total = torch.zeros(len(rows), len(rows), dtype=torch.float64)
+    for part in rows.split(width, 1):
+        wide = part.cpu().double()
+        total += wide @ wide.T
+    return total
+
+
+def _orthogonalise(rows: Tensor, vectors: Tensor) -> None:
+    """Take from rows (r, n) what lies along the vectors (r, k, n) of each, twice."""
     for _ in range(2):
-        inner = torch.einsum("rkn,rn->rk", vectors, rows)
-        rows = rows - torch.einsum("rk,rkn->rn", inner, vectors)
-    return rows
+        inner = vectors @ rows[:, :, None]
+        rows[:, None].baddbmm_(inner.mT, vectors, alpha=-1)
 
 
 def quadrature(found: Tridiagonal) -> tuple[Tensor, Tensor]:
@@ -232,7 +241,8 @@ class _Run:
         image = product(current[None])[0]
         alpha = image @ current
         basis = torch.stack(self.vectors)
-        image = _orthogonalise((image - alpha * current)[None], basis[None])[0]
+        image = image - alpha * current
+        _orthogonalise(image[None], basis[None])
         norm = torch.linalg.vector_norm(image)
         self.diagonal.append(alpha)
         scale = max(float(torch.stack(self.diagonal).abs().max()), float(norm))
@@ -305,9 +315,11 @@ def eigenpairs(
             kept = min(space - 2, count + max(1, (space - count) // 2))
             search.restart(values[:kept], vectors[:, :kept])
     found = vectors[:, :count].T @ search.basis[: search.held]
-    found = found / torch.linalg.vector_norm(found, dim=1, keepdim=True)
+    found /= torch.linalg.vector_norm(found, dim=1, keepdim=True)
     values = values[:count]
-    residuals = torch.linalg.vector_norm(product(found) - values[:, None] * found, dim=1)
+    # In the memory of the basis, which is not needed any more.
+    rest = torch.addcmul(product(found), values[:, None], found, value=-1, out=search.basis[:count])
+    residuals = torch.linalg.vector_norm(rest, dim=1)
     return Eigenpairs(values, found, residuals, search.products + count, converged or search.held == size)
 
 
@@ -326,7 +338,7 @@ class _Search:
 
     def __init__(self, product: RowProduct, size: int, space: int, like: Tensor, seed: int) -> None:
         self.product, self.size, self.space, self.seed = product, size, space, seed
-        self.basis = like.new_zeros(space + 1, size)
+        self.basis = like.new_empty(space + 1, size)
         self.projected = like.new_zeros(space, space)
         self.held, self.products = 0, 0
         self.beta = like.new_zeros(())
@@ -341,21 +353,22 @@ class _Search:
             self.products += 1
             inner = basis @ image
             before = torch.linalg.vector_norm(image)
-            image = torch.addmv(image, basis.T, inner, alpha=-1)
+            # The next row of the basis: a vector of all parameters takes 15 ms to come by, and 3 to write.
+            rest = torch.addmv(image, basis.T, inner, alpha=-1, out=self.basis[self.held + 1])
             # Once leaves rounding of the size of what was taken away: again, where little is left beside it.
-            if bool(torch.linalg.vector_norm(image) < AGAIN_BELOW * before):
-                image = torch.addmv(image, basis.T, basis @ image, alpha=-1)
+            if bool(torch.linalg.vector_norm(rest) < AGAIN_BELOW * before):
+                rest.addmv_(basis.T, basis @ rest, alpha=-1)
             self.projected[self.held, : self.held + 1] = inner
             self.projected[: self.held + 1, self.held] = inner
-            self.beta = torch.linalg.vector_norm(image)
+            self.beta = torch.linalg.vector_norm(rest)
             self.held += 1
             scale = torch.linalg.matrix_norm(self.projected[: self.held, : self.held], ord=torch.inf)
-            if bool(self.beta <= self.size**0.5 * torch.finfo(image.dtype).eps * scale):
+            if bool(self.beta <= self.size**0.5 * torch.finfo(rest.dtype).eps * scale):
                 # An invariant subspace: another start finds what is orthogonal to it, repeated values too.
                 self.beta = torch.zeros_like(self.beta)
-                image = self._fresh()
-            length = torch.linalg.vector_norm(image)
-            self.basis[self.held] = image / length if bool(length > 0) else 0
+                rest.copy_(self._fresh())
+            length = torch.linalg.vector_norm(rest)
+            rest.div_(length if bool(length > 0) else torch.inf)
 
     def _fresh(self) -> Tensor:
         """A random vector that is orthogonal to the basis; zero where that is the whole space."""
@@ -369,7 +382,9 @@ class _Search:
     def restart(self, values: Tensor, vectors: Tensor) -> None:
         """Keep these Ritz pairs, and go on with the residual that they share."""
         kept, residual = len(values), self.basis[self.held].clone()
-        self.basis[:kept] = vectors.T @ self.basis[: self.held]
+        width = max(1, PIECE // self.held) if in_pieces(self.basis) else self.size
+        for part in self.basis[: self.held].split(width, 1):
+            part[:kept] = vectors.T @ part
         self.basis[kept] = residual
         self.projected.zero_()
         self.projected[:kept, :kept] = torch.diag(values)

@@ -8,6 +8,8 @@ recurrent layers (both in `curvlab.model.decompositions`), and
     cdist, pdist        ‖x_i - y_j‖_p, with derivative 0 where the distance is 0, as torch has it
     _weight_norm        g v / ‖v‖, of which torch has a second derivative that is wrong: no symmetric matrix
     silu                x σ(x), whose backward pass keeps five tensors in torch, and two here
+    conv1d … 3d, also   torch differentiates the gradient of a weight by a convolution whose kernel is as
+    transposed          large as an image: 2 to 4 times as slow as what is written out here
 
 `TwiceDifferentiable` puts these in the place of torch's own while a model runs: it sees modules, methods and
 functional calls alike, in the thread that entered it and in no other. It stays on in backward passes too,
@@ -215,6 +217,156 @@ def silu(input: Tensor, inplace: bool = False) -> Tensor:
     return result
 
 
+# ---------------------------------------------------------------------------------------- convolutions
+
+# stride, padding, dilation, transposed, output padding, groups: as torch.convolution takes them.
+ConvolutionOptions = tuple[Sequence[int], Sequence[int], Sequence[int], bool, Sequence[int], int]
+
+
+class _Convolution(torch.autograd.Function):
+    """z = x * w + b, linear in x and in w, whose gradients have second derivatives of the same kind."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, options: ConvolutionOptions
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.options = options
+        return torch.convolution(x, weight, bias, *options)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        mask = tuple(ctx.needs_input_grad[:3])
+        run = _ConvolutionGradients.apply if torch.is_grad_enabled() else _convolution_gradients
+        return (*run(gradients[0], x, weight, ctx.options, mask), None)
+
+
+class _ConvolutionGradients(torch.autograd.Function):
+    """The gradients ∂(g·z) at x, w and b, and their derivatives along (u, v, c).
+
+    at g    u * w + x * v + c
+    at x    ∂(g·(x * v))/∂x,    at w    ∂(g·(u * w))/∂w
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        gradient: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        options: ConvolutionOptions,
+        mask: tuple[bool, bool, bool],
+    ) -> tuple[Tensor | None, ...]:
+        ctx.save_for_backward(gradient, x, weight)
+        ctx.set_materialize_grads(False)
+        ctx.options = options
+        return _convolution_gradients(gradient, x, weight, options, mask)
+
+    @staticmethod
+    def backward(ctx: Any, *vectors: Tensor | None) -> tuple[Tensor | None, ...]:
+        gradient, x, weight = ctx.saved_tensors
+        along_x, along_weight, along_bias = vectors
+        options = ctx.options
+        found: list[Tensor | None] = [None] * 5
+        if _goes_on(ctx, 0):
+            parts = [
+                torch.convolution(image, kernel, None, *options)
+                for image, kernel in ((along_x, weight), (x, along_weight))
+                if image is not None and kernel is not None
+            ]
+            if along_bias is not None:
+                parts.append(along_bias.reshape(-1, *[1] * (gradient.ndim - 2)).expand_as(gradient))
+            found[0] = sum(parts[1:], parts[0]) if parts else None
+        if along_weight is not None and _goes_on(ctx, 1):
+            found[1] = _convolution_gradients(gradient, x, along_weight, options, (True, False, False))[0]
+        if along_x is not None and _goes_on(ctx, 2):
+            found[2] = _convolution_gradients(gradient, along_x, weight, options, (False, True, False))[1]
+        return tuple(found)
+
+
+def _convolution_gradients(
+    gradient: Tensor, x: Tensor, weight: Tensor, options: ConvolutionOptions, mask: tuple[bool, bool, bool]
+) -> tuple[Tensor | None, ...]:
+    """Of g·(x * w + b) those at x, w and b that the mask names."""
+    biases = [gradient.shape[1]] if mask[2] else None
+    found = torch.ops.aten.convolution_backward(gradient, x, weight, biases, *options, list(mask))
+    return tuple(one if wanted else None for one, wanted in zip(found, mask, strict=True))
+
+
+def _goes_on(ctx: Any, index: int) -> bool:
+    """Whether the backward pass that runs now goes on behind this tensor.
+
+    `needs_input_grad` is of the forward; a Gauss-Newton product goes on behind the cotangent alone.
+    """
+    if not ctx.needs_input_grad[index]:
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(ctx.next_functions[index][0]))
+    except RuntimeError:  # a leaf: one of those that the pass is asked for
+        return True
+
+
+def convolution(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] | str = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+) -> Tensor:
+    """What `conv1d`, `conv2d` and `conv3d` compute."""
+    dims = weight.ndim - 2
+    if isinstance(padding, str):
+        reach = [d * (k - 1) for d, k in zip(_each(dilation, dims), weight.shape[2:], strict=True)]
+        if padding == "same" and any(size % 2 for size in reach):
+            raise NotDecomposedError("Padding of two sizes is added by torch.")
+        padding = [size // 2 for size in reach] if padding == "same" else 0
+    return _convolved(input, weight, bias, dims, stride, padding, dilation, False, 0, groups)
+
+
+def transposed_convolution(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    output_padding: int | Sequence[int] = 0,
+    groups: int = 1,
+    dilation: int | Sequence[int] = 1,
+) -> Tensor:
+    """What `conv_transpose1d`, `2d` and `3d` compute."""
+    dims = weight.ndim - 2
+    return _convolved(input, weight, bias, dims, stride, padding, dilation, True, output_padding, groups)
+
+
+def _convolved(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dims: int,
+    stride: int | Sequence[int],
+    padding: int | Sequence[int],
+    dilation: int | Sequence[int],
+    transposed: bool,
+    output_padding: int | Sequence[int],
+    groups: int,
+) -> Tensor:
+    if input.ndim != dims + 2 or not torch.is_grad_enabled() or input.is_complex():
+        raise NotDecomposedError("One image, complex ones, or no gradients: torch's own convolution.")
+    settings = [_each(setting, dims) for setting in (stride, padding, dilation, output_padding)]
+    options = *settings[:3], transposed, settings[3], groups
+    found: Tensor = _Convolution.apply(input, weight, bias, options)
+    return found
+
+
+def _each(setting: int | Sequence[int], dims: int) -> tuple[int, ...]:
+    """A setting for every dimension, as torch takes one for all."""
+    numbers = (setting,) if isinstance(setting, int) else tuple(setting)
+    return numbers * dims if len(numbers) == 1 else numbers
+
+
 # ---------------------------------------------------------------------------------------------- the mode
 
 # From a function of torch to one that computes the same and can be differentiated twice.
@@ -226,6 +378,8 @@ TWICE_DIFFERENTIABLE: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.pdist: pdist,
     torch._weight_norm: weight_norm,
     F.silu: silu,
+    **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), convolution),
+    **dict.fromkeys((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), transposed_convolution),
 }
 
 

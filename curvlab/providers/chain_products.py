@@ -14,7 +14,9 @@ The weights c_i are taken into ∇²ξ, g and the second-order terms once: what 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
+import torch
 from torch import Tensor
 
 from curvlab.model.recording import ChainRecording
@@ -36,10 +38,12 @@ class ChainProducts:
             for term in recording.second_order_terms
         ]
 
-    def of(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The images of the vectors {name: (r, *shape)}, in the same layout."""
+    def of(
+        self, vectors: Mapping[str, Tensor], into: Mapping[str, Tensor] = MappingProxyType({})
+    ) -> dict[str, Tensor]:
+        """The images of the vectors {name: (r, *shape)}, in the same layout: those in `into`, if any."""
         outputs, inputs = self._forward(vectors)
-        return self._backward(vectors, outputs, inputs)
+        return self._backward(vectors, outputs, inputs, into)
 
     def _forward(self, vectors: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
         """z^t_ of every layer, and h^{t-1}_; None where a layer's input does not change."""
@@ -51,8 +55,8 @@ class ChainProducts:
             inputs.append(along)
             rows, examples = len(layer.weight), len(self.weights)
             if layer.weight_name is not None:
-                moved = vectors[layer.weight_name].reshape(count * rows, -1) @ self._inputs[index]
-                z = moved.reshape(count, rows, examples)
+                # One matrix after the other: rows of all parameters are no rows of one matrix without a copy.
+                z = torch.bmm(vectors[layer.weight_name], self._inputs[index].expand(count, -1, -1))
             else:
                 z = layer.weight.new_zeros(count, rows, examples)
             if layer.bias_name is not None:
@@ -64,7 +68,11 @@ class ChainProducts:
         return outputs, inputs
 
     def _backward(
-        self, vectors: Mapping[str, Tensor], outputs: list[Tensor], inputs: list[Tensor | None]
+        self,
+        vectors: Mapping[str, Tensor],
+        outputs: list[Tensor],
+        inputs: list[Tensor | None],
+        into: Mapping[str, Tensor],
     ) -> dict[str, Tensor]:
         recording, count = self.recording, len(outputs[0])
         curved = recording.criterion.hessian_products(recording.logits, recording.targets, outputs[-1].mT)
@@ -73,11 +81,11 @@ class ChainProducts:
         for index in range(len(self._layers) - 1, -1, -1):
             layer, gradient = self._layers[index], self._gradients[index].expand(count, -1, -1)
             if layer.bias_name is not None:
-                images[layer.bias_name] = back.sum(2)
+                images[layer.bias_name] = torch.sum(back, 2, out=into.get(layer.bias_name))
             if layer.weight_name is not None:
-                image = back.flatten(0, 1) @ self._inputs[index].T
-                image, moved = image.reshape(count, *layer.weight.shape), inputs[index]
-                images[layer.weight_name] = image if moved is None else image.add_(gradient @ moved.mT)
+                rows, moved = self._inputs[index].T.expand(count, -1, -1), inputs[index]
+                image = torch.bmm(back, rows, out=into.get(layer.weight_name))
+                images[layer.weight_name] = image if moved is None else image.baddbmm_(gradient, moved.mT)
             if index:
                 error = layer.weight.T.expand(count, -1, -1) @ back
                 if layer.weight_name is not None:

@@ -1,6 +1,6 @@
 """The exact Hessian: mean bias blocks as matrices, weight blocks as operators, cross-layer blocks on request.
 
-    bias     E[H_i^t]
+    bias     E[H_i^t]                       made when it is looked at, where cross-layer blocks are kept
     weight   E[(h_i h_iᵀ) ⊗ H_i^t]          never its Kronecker approximation
     full     all blocks of the Hessian of the mean loss, in `@`, `to_dense` and `cg`
 
@@ -21,7 +21,8 @@ Any other model's own forward is differentiated twice: see `curvlab.providers.op
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar, Literal
 
 import torch
@@ -30,9 +31,9 @@ from torch import Tensor
 from curvlab.curvature import Curvature, Definiteness
 from curvlab.curvature_layers import LayerCurvature, layer_from_parts
 from curvlab.exceptions import ProblemError, SpecError
-from curvlab.linalg import DenseFactor, OperatorBlock, eigvalsh, signed_difference
-from curvlab.linalg.factors import row_square_norms, symmetric_product
-from curvlab.linalg.flat import WholeProduct
+from curvlab.linalg import Block, DenseFactor, OperatorBlock, eigvalsh, signed_difference
+from curvlab.linalg.factors import frobenius_norm, row_square_norms, symmetric_product
+from curvlab.linalg.flat import WholeProduct, unflatten_rows
 from curvlab.measure import device
 from curvlab.model.layers import Chain
 from curvlab.model.recording import ChainRecording, Recording
@@ -163,6 +164,12 @@ class ChainHessian:
         """E[(h_i h_iᵀ) ⊗ H_i^t] as an operator, with closed forms for its diagonal, trace and norm."""
         return _Weight(self, self.positions[index], self.layers[index].weight).block()
 
+    def bias_block(self, index: int) -> Block:
+        """E[H_i^t], a matrix that is made when it is first looked at."""
+        bias = self.layers[index].bias
+        assert bias is not None
+        return _MeanHessian(self, self.positions[index], bias.detach())
+
     def matrices(self, position: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """(H_i^t, h_i, c_i) for a chunk of examples after the other."""
         for recording, weights in self.batches():
@@ -196,16 +203,31 @@ class ChainHessian:
         Of several vectors `at_once` go through a recording together.
         """
 
-        def several(vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        def images(vectors: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
             count = len(next(iter(vectors.values())))
             parts = [slice(start, start + at_once) for start in range(0, count, at_once)]
             sums: list[dict[str, Tensor]] = []
             for products in self._products():
-                found = [products.of({name: x[part] for name, x in vectors.items()}) for part in parts]
-                sums = [add_in_place(*pair) for pair in zip(sums, found, strict=True)] if sums else found
+                if sums:
+                    found = [products.of(named(vectors, part)) for part in parts]
+                    sums = [add_in_place(*pair) for pair in zip(sums, found, strict=True)]
+                else:
+                    sums = [products.of(named(vectors, part), named(into, part)) for part in parts]
+            return sums
+
+        def named(vectors: Mapping[str, Tensor], part: slice) -> dict[str, Tensor]:
+            return {name: x[part] for name, x in vectors.items()}
+
+        def several(vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            sums = images(vectors, {})
             return {name: torch.cat([one[name] for one in sums]) for name in sums[0]}
 
-        return WholeProduct(several=several)
+        def side_by_side(rows: Tensor, shapes: Mapping[str, Sequence[int]]) -> Tensor:
+            found = rows.new_empty(rows.shape)
+            images(unflatten_rows(rows, shapes), unflatten_rows(found, shapes))
+            return found
+
+        return WholeProduct(several, side_by_side=side_by_side)
 
     def _products(self) -> Iterator[ChainProducts]:
         """Those of each recording; a single batch's are kept."""
@@ -263,6 +285,56 @@ class _Weight:
     def block(self) -> OperatorBlock:
         shape = (self.like.shape[0], self.like.shape[1])
         return OperatorBlock(shape, self.product, self.like, 0, self.diagonal, self.trace, self.square_norm)
+
+
+@dataclass(frozen=True, eq=False)
+class _MeanHessian(Block):
+    """E[H_i^t] of the layer at `position` of the chain: a matrix that is made when it is first looked at."""
+
+    kind: ClassVar[str] = "dense"
+    hessian: ChainHessian = field(repr=False)
+    position: int
+    like: Tensor = field(repr=False)
+
+    @cached_property
+    def matrix(self) -> Tensor:
+        """The mean over the examples."""
+        total = self.like.new_zeros(self.numel, self.numel)
+        for hessians, _, weights in self.hessian.matrices(self.position):
+            total += torch.einsum("i,iab->ab", weights, hessians)
+        return (total + total.T) / 2
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.like.shape)
+
+    @property
+    def example(self) -> Tensor:
+        return self.like
+
+    @property
+    def form(self) -> str:
+        return self.kind
+
+    @property
+    def nbytes(self) -> int:
+        """Those of the matrix, made or not."""
+        return self.numel**2 * self.like.element_size()
+
+    def matmul(self, x: Tensor) -> Tensor:
+        return self.matrix @ x
+
+    def _dense(self) -> Tensor:
+        return self.matrix.clone()
+
+    def diagonal(self) -> Tensor:
+        return self.matrix.diagonal().clone()
+
+    def trace(self) -> Tensor:
+        return self.matrix.trace()
+
+    def frobenius_norm(self) -> Tensor:
+        return frobenius_norm(self.matrix)
 
 
 @dataclass(frozen=True)
@@ -326,7 +398,7 @@ class Hessian(Provider):
     def statistics(self, problem: Problem) -> tuple[Statistic, ...]:
         if self.kind == "rows":
             return (self.products,)
-        return () if problem.chain is None else (BIAS_HESSIANS,)
+        return () if problem.chain is None or self.coupled else (BIAS_HESSIANS,)
 
     def curvature(self, context: Context, name: str) -> Curvature:
         problem = context.problem
@@ -339,10 +411,12 @@ class Hessian(Provider):
             operator = ModelOperator(problem, "hessian")
             layers, definiteness = operator.layers(), UNKNOWN
         else:
-            operator = ChainHessian(problem)
-            means = context.tensors(BIAS_HESSIANS)
-            layers = _chain_layers(operator, means)
-            definiteness = self._known(problem, problem.chain) or _looked_at(means)
+            operator, known = ChainHessian(problem), self._known(problem, problem.chain)
+            if self.coupled:
+                layers, definiteness = _operator_layers(operator), known or UNKNOWN
+            else:
+                means = context.tensors(BIAS_HESSIANS)
+                layers, definiteness = _chain_layers(operator, means), known or _looked_at(means)
         return Curvature(
             name,
             problem.criterion.name,
@@ -385,6 +459,16 @@ class Hessian(Provider):
         if problem.criterion.convex and straight and (not self.coupled or len(chain.layers) == 1):
             return Definiteness(True, "a convex criterion and piecewise linear activations")
         return None
+
+
+def _operator_layers(operator: ChainHessian) -> tuple[LayerCurvature, ...]:
+    layers = []
+    for index, layer in enumerate(operator.layers):
+        weight = None if layer.weight_name is None else operator.weight_block(index)
+        bias = None if layer.bias_name is None else operator.bias_block(index)
+        names = (layer.name, layer.weight_name, layer.bias_name)
+        layers.append(layer_from_parts(*names, None, weight_operator=weight, bias_operator=bias))
+    return tuple(layers)
 
 
 def _chain_layers(operator: ChainHessian, means: Sequence[Tensor]) -> tuple[LayerCurvature, ...]:

@@ -27,7 +27,7 @@ from curvlab.model.double_backward import graph_entries
 from curvlab.model.products import BatchProducts, ModelProducts
 from curvlab.model.recording import ChainRecording, GraphRecording, Recording
 from curvlab.problem import Problem
-from curvlab.staleness import Versions, change_message
+from curvlab.staleness import Versions, change_message, first_check
 
 __all__ = ["ModelOperator", "ProblemSnapshot", "WeightedBatch", "products_at_once"]
 
@@ -45,7 +45,9 @@ class ProblemSnapshot:
         return cls(problem, problem.versions)
 
     def check_unchanged(self) -> None:
-        """Refuse to go on with a model or a batch that have changed."""
+        """Refuse to go on with a model or a batch that have changed; a stream is the user's code, always."""
+        if not first_check(self) and not self.problem.streamed:
+            return
         self.problem.network.check_unchanged()
         if changed := self.versions.differing(self.problem.tensors):
             again = "and its blocks read them: call estimate() again"
