@@ -36,6 +36,7 @@ from curvlab.staleness import INTEGERS, hooks_of, mix
 __all__ = [
     "Description",
     "InitialWeightsWarning",
+    "Named",
     "RankDriftWarning",
     "adopt_first_rank",
     "agree",
