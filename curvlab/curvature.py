@@ -31,6 +31,7 @@ from curvlab.exceptions import (
     DenseSizeError,
     MatrixFreeError,
     OperandError,
+    ProblemError,
     StaleError,
     describe_argument,
     named_briefly,
@@ -249,8 +250,9 @@ class Curvature(FullPrecision):
             return images if self.shift == 0 else images.add_(rows, alpha=self.shift)
         if self.products_at_once > 1 and len(rows) > 1:
             batched = self._batched_product
-            # What torch cannot batch is done by the loop below, which also raises errors of any other reason.
-            with suppress(RuntimeError):
+            # What torch cannot batch, such as a recording that was let go of and is made anew, is done by the
+            # loop below, which also raises errors of any other reason.
+            with suppress(RuntimeError, ProblemError):
                 return torch.cat([batched(part) for part in rows.split(self.products_at_once)])
         if self.agree_on is not None and len(rows) > 1:
             self.agree_on(("products", tuple(rows.shape)))
