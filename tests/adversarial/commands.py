@@ -106,6 +106,7 @@ USAGE: Mistakes = {
     "train --momentum 1.5": ("--momentum",),
     "train --batch 0": ("0",),
     "train --checkpoint-seconds -5": ("-5",),
+    f"train {TINY} --epochs 1 --checkpoint-seconds nan": ("checkpoint_seconds=nan", "0 or more"),
     # architecture, data, device
     "compare --arch 64": ("64",),
     "compare --arch 64-": ("64-",),

@@ -286,7 +286,22 @@ def data_missing(group: Any, missing: bool) -> object:
     return train(TrainPlan(setup, "sgd", epochs=1), process_group=group)
 
 
+def watched_training(group: Any, raises: bool, what: str) -> object:
+    """A training of which one rank's own callback raises between two steps."""
+
+    def fail(*given: Any) -> bool:
+        if raises:
+            raise KeyError(OWN)
+        return False
+
+    plan = TrainPlan(Setup(data="digits[train=40,test=20]", batch=20, device="cpu"), "sgd", epochs=1)
+    return train(plan, process_group=group, count_memory=False, **{what: fail})
+
+
 RAISING: dict[str, Job] = {
+    "an observer that raises": lambda group, raises: watched_training(group, raises, "observe"),
+    "a progress bar that raises": lambda group, raises: watched_training(group, raises, "on_progress"),
+    "a request to stop that raises": lambda group, raises: watched_training(group, raises, "should_stop"),
     "a bad label in a step": lambda group, raises: stepped(group, lambda x, y: (x, y + 7 if raises else y)),
     "inputs that are not finite in a step": lambda group, raises: stepped(
         group, lambda x, y: (x / 0 if raises else x, y)
