@@ -31,6 +31,7 @@ from curvlab.exceptions import (
     DenseSizeError,
     MatrixFreeError,
     OperandError,
+    ProblemError,
     StaleError,
     describe_argument,
     named_briefly,
@@ -108,7 +109,8 @@ class Curvature(FullPrecision):
     the curvature includes. `structure` names the matrix: `kronecker`, `ekfac`, `diagonal`, `block` (block
     diagonal by parameter), `layer` (by layer) or `full` (with its cross-layer blocks). `products_at_once` is
     how many products may be taken in one batched pass. `left_out` are the trainable parameters that have no
-    block, by the user's choice of layers, with their shapes.
+    block, by the user's choice of layers, with their shapes. `agree_on`, of a matrix whose products are sums
+    over ranks, raises on all of them where they do not come with the same request.
 
     >>> import curvlab
     >>> from torch import nn
@@ -132,6 +134,7 @@ class Curvature(FullPrecision):
     structure: str = "kronecker"
     left_out: Mapping[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
     products_at_once: int = field(default=1, repr=False)
+    agree_on: Callable[[object], None] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         """Layers with blocks between their parameters bring the product with these."""
@@ -247,9 +250,12 @@ class Curvature(FullPrecision):
             return images if self.shift == 0 else images.add_(rows, alpha=self.shift)
         if self.products_at_once > 1 and len(rows) > 1:
             batched = self._batched_product
-            # What torch cannot batch is done by the loop below, which also raises errors of any other reason.
-            with suppress(RuntimeError):
+            # What torch cannot batch, such as a recording that was let go of and is made anew, is done by the
+            # loop below, which also raises errors of any other reason.
+            with suppress(RuntimeError, ProblemError):
                 return torch.cat([batched(part) for part in rows.split(self.products_at_once)])
+        if self.agree_on is not None and len(rows) > 1:
+            self.agree_on(("products", tuple(rows.shape)))
         return torch.stack([self.flat_product(row) for row in rows])
 
     @cached_property
@@ -265,7 +271,9 @@ class Curvature(FullPrecision):
         shapes = {name: block.shape for name, block in blocks.items()}
         example = next(iter(blocks.values())).example
         keep_freed_memory(example.device)  # one product after the other, each with the same temporaries
-        return SymmetricMatrix(shapes, self.rows_product, example, self.provider, lambda: self._basis)
+        return SymmetricMatrix(
+            shapes, self.rows_product, example, self.provider, lambda: self._basis, self.agree_on
+        )
 
     @cached_property
     def _basis(self) -> Eigenbasis | None:

@@ -98,6 +98,7 @@ class SymmetricMatrix:
 
     `product` maps rows (r, n) to rows; `like` has its dtype and device, `label` its name for messages.
     `decompose` gives its eigenvectors where they are known, and is called when they are first asked for.
+    `agree_on` is that of a `Curvature`.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -105,6 +106,12 @@ class SymmetricMatrix:
     like: Tensor
     label: str
     decompose: Callable[[], Eigenbasis | None]
+    agree_on: Callable[[object], None] | None = None
+
+    def begin(self, *asked: object) -> None:
+        """Hold that all ranks begin the same iteration, where the products are sums over ranks."""
+        if self.agree_on is not None:
+            self.agree_on(asked)
 
     @cached_property
     def basis(self) -> Eigenbasis | None:
@@ -237,6 +244,7 @@ class MatrixFunction(FullPrecision):
     def rows_product(self, rows: Tensor) -> Tensor:
         """The product with each row, (r, n)."""
         damped, matrix = self.damped, self.damped.matrix
+        matrix.begin("a power", self.exponent, damped.scale, damped.shift, tuple(rows.shape))
         if matrix.basis is not None:
             return matrix.basis.apply(lambda values: damped.values(values) ** self.exponent, rows)
         if self.exponent == -1:
@@ -298,6 +306,7 @@ def log_determinant(
 ) -> Tensor | Estimate:
     """log det D: a scalar tensor where it is exact, else an estimate (also where `probes` asks for one)."""
     damped = DampedMatrix.of(matrix, damping)
+    matrix.begin("a log-determinant", damped.scale, damped.shift, probes, steps, seed)
     damped.require_definite("a log-determinant")
     if matrix.basis is not None:
         value = matrix.basis.sum(lambda values: damped.values(values).log())
@@ -339,6 +348,7 @@ def draw_samples(matrix: SymmetricMatrix, count: int, damping: object, seed: int
     if count < 1:
         raise ArgumentError(f"sample({count}): expected a number of draws of at least 1")
     check_rows(matrix, count, f"sample({count:,})")
+    matrix.begin("samples", count, seed)
     root = matrix_power(matrix, -0.5, damping)
     rows = root.rows_product(gaussian_rows(count, matrix.size, matrix.like, seed))
     sizes = [int(torch.Size(shape).numel()) for shape in matrix.shapes.values()]
@@ -361,6 +371,7 @@ def estimate_measure(
         raise SpecError(
             f"probes={probes}: `{chosen}` needs at least {FEWEST_PROBES[chosen]} for a standard error"
         )
+    matrix.begin(measure, chosen, count, seed)
     if measure == "diagonal":
         value, error = estimate_diagonal(
             matrix.product, matrix.size, like=matrix.like, probes=count, estimator=chosen, seed=seed

@@ -542,7 +542,12 @@ class Problem(FullPrecision):
 
     def describe(self, settings: Mapping[str, object]) -> Description:
         """What must be the same on all ranks of a process group before their rows are joined."""
-        own = {"the criterion": self.criterion, "l2": self.l2, "layers": list(self.network.parameters)}
+        own = {
+            "the criterion": self.criterion,
+            "l2": self.l2,
+            "layers": list(self.network.parameters),
+            "output": self.network.call.output,
+        }
         return describe_model(self.network, {**own, **settings})
 
     def __getstate__(self) -> dict[str, Any]:

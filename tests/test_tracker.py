@@ -94,3 +94,15 @@ def test_unknown_measures_are_refused_with_the_known_ones() -> None:
         curvlab.Tracker(problem, measures=["sharpness"])
     with pytest.raises(SpecError, match="at least 1"):
         curvlab.Tracker(problem, every=0)
+
+
+def test_products_of_a_hessian_from_before_a_measurement_are_as_they_were() -> None:
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    inputs, targets = torch.randn(8, 5, dtype=torch.float64), torch.arange(8) % 3
+    problem = curvlab.Problem(model, "cross-entropy", inputs, targets)
+    hessian = curvlab.estimate("hessian", problem)
+    columns = torch.randn(hessian.numel, 2, dtype=torch.float64)
+    before = hessian.flat_product(columns)
+    curvlab.Tracker(problem, every=1, measures=["trace"])(0)
+    torch.testing.assert_close(hessian.flat_product(columns), before, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(before, hessian.to_dense() @ columns, rtol=1e-10, atol=1e-12)

@@ -187,6 +187,7 @@ def _estimated(matrix: SymmetricMatrix, probes: int, steps: int, seed: int) -> t
             f"density(probes={probes:,}, steps={steps:,}) takes a product for each of them, at least "
             f"{days:,.1f} days in all; 10 probes of 80 steps are usual"
         )
+    matrix.begin("a density", probes, steps, seed)
     starts = gaussian_rows(probes, size, like, seed + 1)
     starts /= torch.linalg.vector_norm(starts, dim=1, keepdim=True)
     steps = min(steps, size)

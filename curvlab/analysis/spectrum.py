@@ -228,6 +228,7 @@ def _spectrum(
     check_rows(
         matrix, count if matrix.basis is not None else search_rows(matrix.size, count), f"spectrum(k={k:,})"
     )
+    matrix.begin("a spectrum", count, which, limit, max_products, seed)
     if matrix.basis is not None:
         values, vectors = matrix.basis.extreme(count, which)
         images = matrix.product(vectors)

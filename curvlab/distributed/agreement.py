@@ -36,9 +36,11 @@ from curvlab.staleness import INTEGERS, hooks_of, mix
 __all__ = [
     "Description",
     "InitialWeightsWarning",
+    "Named",
     "RankDriftWarning",
     "adopt_first_rank",
     "agree",
+    "any_agreed",
     "check_agreement",
     "describe_model",
     "digest_of",
@@ -136,6 +138,24 @@ def agree(
             raise other.error()
     check_agreement(communicator, mine, [other for other in told if not isinstance(other, Failure)])
     return value
+
+
+def any_agreed(communicator: Communicator, function: Callable[[], bool], *, on: torch.device) -> bool:
+    """Whether `function` is true on any rank; where it raises on one, all raise. One small message."""
+    if communicator.size == 1:
+        return function()
+    failed: Exception | None = None
+    flag = False
+    try:
+        flag = function()
+    except Exception as error:
+        failed = error
+    sent = torch.tensor([int(flag), int(failed is not None)], device=on)
+    flags, failures = communicator.sum(sent).tolist()
+    if failures:
+        told = communicator.gather_objects(None if failed is None else failure_of(failed, communicator.rank))
+        raise failed or next(failure for failure in told if failure is not None).error()
+    return flags > 0
 
 
 def adopt_first_rank(communicator: Communicator, network: Network) -> None:

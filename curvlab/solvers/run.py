@@ -106,6 +106,8 @@ def solve(
 
     if process_group is None:
         chosen, chosen_damping = check()
+        if curvature.agree_on is not None:
+            curvature.agree_on(_describe(chosen, chosen_damping, curvature, gradient, strict).settings)
     else:
         chosen, chosen_damping = agree(
             communicator_of(process_group),

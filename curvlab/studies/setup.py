@@ -12,6 +12,7 @@ would cast without a word, such as complex or integer weights.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -194,10 +195,9 @@ class Setup:
 
         device, dtype = devices.resolve(self.device), self.torch_dtype
         if self.model is None:
+            self.check_size()
             resolved = self if self.arch is not None else self.resolve()
-            chosen = resolved._architecture()
-            _check_size(chosen, dtype, device)
-            return chosen.build(self.seed, dtype=dtype, device=device)
+            return resolved._architecture().build(self.seed, dtype=dtype, device=device)
         made = imports.load(self.model, "model")
         if not isinstance(made, nn.Module) and callable(made):
             made = imports.call(made, self.model, "model")
@@ -205,6 +205,19 @@ class Setup:
             raise SpecError(f"model `{self.model}` gave a {type(made).__name__}; expected a torch.nn.Module")
         # A copy: what is done to it, training above all, is not to be seen in the user's own.
         return copy.deepcopy(made).to(device=device, dtype=dtype)
+
+    def check_size(self) -> None:
+        """Refuse a named network that cannot be held, or takes hours, before anything of it is made.
+
+        >>> Setup(arch="64-99999999-10").check_size()
+        Traceback (most recent call last):
+        curvlab.exceptions.SpecError: the architecture ...
+        """
+        from curvlab.measure import device as devices
+
+        if self.model is None:
+            resolved = self if self.arch is not None else self.resolve()
+            _check_size(resolved._architecture(), self.torch_dtype, devices.resolve(self.device))
 
     def build_criterion(self) -> Criterion:
         """The criterion by name, or the user's own function or loss."""
@@ -251,7 +264,7 @@ LAYER_SECONDS = 5e-3
 
 
 def _check_size(chosen: Architecture, dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse a network that cannot be held, or takes hours, before anything of it is made.
+    """Refuse a network by its bytes or its layers.
 
     Bytes are those of the parameters and a gradient: the least that any study needs at once.
     """
@@ -332,7 +345,9 @@ def _read(path: Path) -> Any:
             from safetensors.torch import load_file
 
             return load_file(path)
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what is refused below, torch has advice of its own
+            return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         # Torch's sentences go on with how to run what is in the file.
         reason = str(error).partition("\n")[0].partition(". ")[0] or "it is empty or cut off"
@@ -367,7 +382,7 @@ def _check(state: Any, model: nn.Module, path: Path) -> None:
 
 
 def _misfit(path: Path, reason: object) -> SpecError:
-    words = " ".join(str(reason).split())[:300]
+    words = " ".join(str(reason).split())[:300].rstrip(".")
     return SpecError(
         f"checkpoint {path} is not the state of this model: {words}. Save it with "
         f"torch.save(model.state_dict(), path)"

@@ -12,6 +12,7 @@ __all__ = ["FAILED", "USAGE"]
 Mistakes = dict[str, tuple[str, ...]]
 OWN = "compare --model own:net --data own:rows -p fisher -s kfi -r 1"
 SPECTRUM = "spectrum --model own:net --data own:rows"
+EPOCHS = 10**26
 TINY = "--data digits[train=50,test=20] --batch 20"
 
 USAGE: Mistakes = {
@@ -105,6 +106,7 @@ USAGE: Mistakes = {
     "train --momentum 1.5": ("--momentum",),
     "train --batch 0": ("0",),
     "train --checkpoint-seconds -5": ("-5",),
+    f"train {TINY} --epochs 1 --checkpoint-seconds nan": ("checkpoint_seconds=nan", "0 or more"),
     # architecture, data, device
     "compare --arch 64": ("64",),
     "compare --arch 64-": ("64-",),
@@ -235,6 +237,17 @@ USAGE: Mistakes = {
     f"{OWN} --checkpoint nowhere.pt": ("nowhere.pt", "no file"),
     f"{OWN} --checkpoint pipe.pt": ("pipe.pt", "no file"),
     f"{OWN} --checkpoint empty": ("empty", "no file"),
+    f"{OWN} --checkpoint nothing.pt": ("nothing.pt", "empty or cut off"),
+    f"{OWN} --checkpoint pickled.pt": ("pickled.pt", "state dict"),
+    f"{OWN} --checkpoint whole.pt": ("whole.pt", "torch.save(model.state_dict()"),
+    f"{OWN} --checkpoint list.pt": ("list.pt", "list"),
+    f"{OWN} --checkpoint part.pt": ("part.pt", "Missing key"),
+    f"{OWN} --checkpoint shape.pt": ("shape.pt", "(4, 3)", "(3, 4)"),
+    f"{OWN} --checkpoint complex.pt": ("complex.pt", "complex64", "float32"),
+    f"{OWN} --checkpoint integers.pt": ("integers.pt", "int64", "float32"),
+    f"{OWN} --checkpoint sparse.pt": ("sparse.pt", "sparse"),
+    f"{OWN} --checkpoint meta.pt": ("meta.pt", "without values"),
+    f"{OWN} --checkpoint infinite.pt": ("not finite",),
     f"{SPECTRUM} --checkpoint nowhere.pt": ("nowhere.pt", "no file"),
     f"{SPECTRUM} --checkpoint pipe.pt": ("pipe.pt", "no file"),
     f"{SPECTRUM} --checkpoint empty": ("empty", "no file"),
@@ -267,6 +280,8 @@ USAGE: Mistakes = {
     f"{SPECTRUM} -o file/run": ("file/run",),
     f"{SPECTRUM} -o /proc/run": ("cannot write to the folder /proc/run",),
     # plan, train, list, reproduce
+    f"train {TINY} --epochs {EPOCHS}": ("1.00e+26", "years"),
+    f"compare {TINY} --epochs {2**62}": ("4.61e+18", "years"),
     "train --track nonsense": ("nonsense", "top-eigenvalue"),
     f"train {TINY} --track-every 5": ("--track-every", "--track trace"),
     "train --track ,": ("track", "top-eigenvalue"),
@@ -318,6 +333,8 @@ USAGE: Mistakes = {
 
 FAILED: Mistakes = {
     "spectrum --probes 100000000000": ("100,000,000,000", "bytes"),
+    "spectrum --arch 64-30000-30000-10 --probes 1000": ("902,280,010", "bytes"),
+    "spectrum --arch 64-30000-30000-10 -k 1000 -p fisher": ("902,280,010", "bytes"),
     "compare --model own:raises --data own:rows": ("own:raises", "no weights today", "python -c"),
     "compare --model own:exits --data own:rows": ("own:exits", "SystemExit"),
     "compare --model own:needs_argument --data own:rows": ("own:needs_argument", "width"),

@@ -85,7 +85,114 @@ def other_weights(group: Any, differs: bool) -> object:
     return solved(group, model)
 
 
-DIFFERENCES: dict[str, Job] = {
+def problem(group: Any, model: nn.Module | None = None, **options: Any) -> curvlab.Problem:
+    return curvlab.Problem(model or network(), "cross-entropy", *batch(group.rank()), **options)
+
+
+def joint(group: Any, provider: str = "gauss-newton[kind=exact]", **options: Any) -> curvlab.Curvature:
+    """A curvature over the rows of both ranks; by default one whose every product is a sum over them."""
+    return curvlab.estimate(provider, problem(group, **options), process_group=group)
+
+
+def slope(group: Any, scale: float = 1.0) -> dict[str, Tensor]:
+    found = problem(group).gradient(process_group=group)
+    return {name: scale * found[name] for name in found}
+
+
+def other_precision(group: Any, differs: bool) -> object:
+    dtype = torch.float32 if differs else torch.float64
+    inputs, targets = batch(group.rank())
+    made = curvlab.Problem(network().to(dtype), "cross-entropy", inputs.to(dtype), targets)
+    return made.gradient(process_group=group)
+
+
+def frozen(group: Any, differs: bool) -> object:
+    model = network()
+    model[2].weight.requires_grad_(not differs)
+    return solved(group, model)
+
+
+def by_columns(group: Any, columns: int) -> Tensor:
+    matrix = joint(group)
+    return matrix.flat_product(torch.eye(matrix.numel, dtype=torch.float64)[:, :columns])
+
+
+def powered(group: Any, exponent: float) -> object:
+    return joint(group).power(exponent, damping=curvlab.Additive(0.1)) @ slope(group)
+
+
+def inverted(group: Any, shift: float) -> object:
+    return joint(group).inverse(damping=curvlab.Additive(shift)) @ slope(group)
+
+
+def solved_alone(group: Any, solver: str, alpha: float) -> object:
+    """A solve of a joint matrix without the group: its products are sums over the ranks all the same."""
+    return curvlab.solve(solver, joint(group), slope(group), alpha=alpha).direction["0.weight"]
+
+
+def by_mapping(group: Any, differs: bool) -> object:
+    solvers = {"0*": "kfi", "*": "cg" if differs else "kfi"}
+    return curvlab.solve(solvers, joint(group, "fisher"), slope(group), alpha=0.1, process_group=group)
+
+
+# What differs in a call on a matrix that both ranks have: nothing is mixed, and nobody waits for the other.
+ASKED: dict[str, Job] = {
+    "the operand of a product": lambda group, differs: joint(group) @ slope(group, 2.0 if differs else 1.0),
+    "the number of columns of an operand": lambda group, differs: by_columns(group, 3 if differs else 2),
+    "the measure of a matrix": lambda group, differs: (
+        joint(group).trace() if differs else joint(group).diagonal()
+    ),
+    "an estimator": lambda group, differs: joint(group).trace(
+        estimator="hutch++" if differs else "hutchinson", probes=8
+    ),
+    "a seed of probes": lambda group, differs: joint(group).diagonal(
+        estimator="hutchinson", probes=4, seed=int(differs)
+    ),
+    "a number of probes": lambda group, differs: joint(group).trace(probes=5 if differs else 4),
+    "a number of eigenvalues": lambda group, differs: curvlab.spectrum(joint(group), k=3 if differs else 2),
+    "an end of a spectrum": lambda group, differs: curvlab.spectrum(
+        joint(group), k=2, which="smallest" if differs else "largest"
+    ),
+    "a tolerance of a spectrum": lambda group, differs: curvlab.spectrum(
+        joint(group), k=2, tol=1e-2 if differs else 1e-8
+    ),
+    "a damping of a determinant": lambda group, differs: joint(group).logdet(
+        damping=curvlab.Additive(0.2 if differs else 0.1)
+    ),
+    "an exponent": lambda group, differs: powered(group, -0.5 if differs else 0.5),
+    "a damping of an inverse": lambda group, differs: inverted(group, 0.2 if differs else 0.1),
+    "a seed of samples": lambda group, differs: joint(group).sample(
+        2, damping=curvlab.Additive(0.1), seed=int(differs)
+    ),
+    "a solver without the group": lambda group, differs: solved_alone(
+        group, f"cg[max_iter={3 if differs else 2}]", 0.1
+    ),
+    "a damping without the group": lambda group, differs: solved_alone(group, "cg", 0.2 if differs else 0.1),
+    "the gradient of a solve": lambda group, differs: curvlab.solve(
+        "kfi", joint(group, "fisher"), slope(group, 2.0 if differs else 1.0), alpha=0.1, process_group=group
+    ),
+}
+
+DIFFERENCES: dict[str, Job] = ASKED | {
+    "l2": lambda group, differs: problem(group, l2=0.2 if differs else 0.1).gradient(process_group=group),
+    "an output": lambda group, differs: problem(
+        group, output=(lambda z: 2 * z) if differs else (lambda z: 3 * z)
+    ).gradient(process_group=group),
+    "a choice of layers": lambda group, differs: problem(
+        group, layers=["0.weight" if differs else "2.weight"]
+    ).gradient(process_group=group),
+    "a precision": other_precision,
+    "a mode": lambda group, differs: solved(group, network().train(not differs)),
+    "a frozen layer": frozen,
+    "solvers by layer": by_mapping,
+    "a sharing": lambda group, differs: joint(group, f"fisher[sharing={'reduce' if differs else 'expand'}]"),
+    "a limit of factors": lambda group, differs: joint(group, f"fisher[max_factor={2 if differs else 9}]"),
+    "a number of draws": lambda group, differs: joint(group, f"gauss-newton[samples={2 if differs else 3}]"),
+    "a place of PosEig": lambda group, differs: joint(group, f"pch[poseig={'last' if differs else 'node'}]"),
+    "an average": lambda group, differs: optimized(group, ema=0.5 if differs else 0.9),
+    "an interval of estimates": lambda group, differs: optimized(group, refresh_every=2 if differs else 1),
+    "a clipping": lambda group, differs: optimized(group, max_grad_norm=0.5 if differs else 0.9),
+    "an adaptation": lambda group, differs: optimized(group, adapt=differs),
     "weights": other_weights,
     "a buffer": lambda group, differs: solved(group, network(buffer=float(differs))),
     "an activation": lambda group, differs: solved(group, network(nn.Sigmoid() if differs else nn.Tanh())),
@@ -179,7 +286,22 @@ def data_missing(group: Any, missing: bool) -> object:
     return train(TrainPlan(setup, "sgd", epochs=1), process_group=group)
 
 
+def watched_training(group: Any, raises: bool, what: str) -> object:
+    """A training of which one rank's own callback raises between two steps."""
+
+    def fail(*given: Any) -> bool:
+        if raises:
+            raise KeyError(OWN)
+        return False
+
+    plan = TrainPlan(Setup(data="digits[train=40,test=20]", batch=20, device="cpu"), "sgd", epochs=1)
+    return train(plan, process_group=group, count_memory=False, **{what: fail})
+
+
 RAISING: dict[str, Job] = {
+    "an observer that raises": lambda group, raises: watched_training(group, raises, "observe"),
+    "a progress bar that raises": lambda group, raises: watched_training(group, raises, "on_progress"),
+    "a request to stop that raises": lambda group, raises: watched_training(group, raises, "should_stop"),
     "a bad label in a step": lambda group, raises: stepped(group, lambda x, y: (x, y + 7 if raises else y)),
     "inputs that are not finite in a step": lambda group, raises: stepped(
         group, lambda x, y: (x / 0 if raises else x, y)
@@ -195,6 +317,7 @@ RAISING: dict[str, Job] = {
     "a bad label in a step of sgd": bad_label_of_baseline,
     "an evaluation that raises": evaluation_raises,
     "data that one rank lacks": data_missing,
+    "a capture that one rank asks for": lambda group, raises: optimized(group, capture=raises),
 }
 
 AGREEING: dict[str, Job] = {"nothing at all": lambda group, differs: solved(group)}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import inspect
 import os
+import tempfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -117,6 +120,8 @@ def operations() -> dict[str, Callable[[], Any]]:
     """Everything that takes under 20 ms, on one problem that is kept."""
     model = chain().double()
     problem = curvlab.Problem(model, "cross-entropy", *batch(0))
+    branched = Residual().double()
+    graph = curvlab.Problem(branched, "cross-entropy", *batch(0))
     fisher = curvlab.estimate("fisher", problem)
     hessian = curvlab.estimate("hessian", problem)
     slope = problem.gradient()
@@ -154,7 +159,37 @@ def operations() -> dict[str, Callable[[], Any]]:
         "from an operator": lambda: curvlab.curvature_from(fisher.to_scipy(), like=model) @ slope,
         "bounds": lambda: curvlab.bounds(problem),
         "errors": lambda: curvlab.errors(problem, providers=["fisher"]),
+        "landscape": lambda: curvlab.landscape(problem, [dict(slope)], points=3),
+        "tracker": lambda: curvlab.Tracker(problem, 1, ["trace"])(0),
+        "frobenius norm": fisher.frobenius_norm,
+        "frame of a curvature": fisher.frame,
+        "choice of layers": lambda: fisher.select(["0"]) @ slope,
+        "columns": lambda: hessian.flat_product(torch.eye(hessian.numel, dtype=torch.float64)[:, :2]),
+        "save and load": lambda: saved_and_loaded(fisher),
+        "copy of the optimizer": lambda: copy.deepcopy(optimizer).load_state_dict(optimizer.state_dict()),
+        "a step added": lambda: curvlab.solve("kfi", fisher, slope, alpha=next(alphas)).add_to(model, 0.0),
+        "Problem of a graph": lambda: curvlab.Problem(branched, "cross-entropy", *batch(0)),
+        "gradient of a graph": lambda: curvlab.Problem(branched, "cross-entropy", *batch(0)).gradient(),
+        "Problem with an output and l2": lambda: curvlab.Problem(
+            branched, "cross-entropy", *batch(0), output=lambda z: 2 * z, l2=0.1
+        ).gradient(),
     }
+    ways: dict[str, dict[str, Any]] = {
+        "spring": {"spring": 0.9, "provider": "fisher[structure=layer]", "solver": "exact"},
+        "capture": {"capture": True},
+        "momentum and decay": {"momentum": 0.9, "weight_decay": 0.1, "max_grad_norm": 1.0},
+        "an average and an adaptation": {"ema": 0.9, "adapt": True},
+    }
+    for way, options in ways.items():
+        stepper = SecondOrder(chain().double(), "cross-entropy", lr=1e-6, **options)
+        found[f"step with {way}"] = lambda stepper=stepper: stepper.step(*batch(0))
+    of_graph = SecondOrder(Residual().double(), "cross-entropy", lr=1e-6)
+    found["step of a graph"] = lambda: of_graph.step(*batch(0))
+    for provider in ("fisher", "gauss-newton", "pch-1", "hessian[kind=rows]"):
+        found[f"estimate {provider} of a graph"] = lambda provider=provider: curvlab.estimate(provider, graph)
+    branches = graph.gradient()
+    graph_hessian = curvlab.estimate("hessian[full=true]", graph)
+    found["hessian product of a graph"] = lambda: graph_hessian @ branches
     exact = ("fisher[kind=exact]", "gauss-newton[kind=exact]", "pch[kind=exact]", "hessian")
     rows = ("gauss-newton[kind=rows]", "pch[kind=rows]", "hessian[kind=rows]")
     structures = [f"fisher[structure={one}]" for one in ("ekfac", "diagonal", "block", "layer", "full")]
@@ -173,6 +208,22 @@ def operations() -> dict[str, Callable[[], Any]]:
             solver, curvlab.estimate("fisher", problem), problem.gradient(), alpha=next(alphas)
         )
     return found
+
+
+def saved_and_loaded(curvature: curvlab.Curvature) -> curvlab.Curvature:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "curvature.safetensors"
+        curvature.save(path)
+        return curvlab.Curvature.load(path)
+
+
+SLOWER = {"compare", "load_comparison", "plan"}  # of a study: `studies` below, or over 20 ms
+
+
+def test_every_public_function_is_among_the_operations() -> None:
+    functions = {name for name in curvlab.__all__ if inspect.isfunction(getattr(curvlab, name))} - SLOWER
+    called = inspect.getsource(operations)
+    assert {name for name in functions if f"curvlab.{name}(" not in called} == set()
 
 
 def growth(call: Callable[[], Any], calls: int) -> int:

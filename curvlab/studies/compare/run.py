@@ -33,6 +33,7 @@ from curvlab.problem import Problem
 from curvlab.providers import Provider
 from curvlab.solvers import Solver
 from curvlab.studies.compare.columns import row_problem
+from curvlab.studies.compare.costs import fresh
 from curvlab.studies.compare.frames import Comparison, comparison_from
 from curvlab.studies.compare.measurements import failure, run_task
 from curvlab.studies.compare.race import planned_tasks, race_tasks
@@ -40,7 +41,7 @@ from curvlab.studies.compare.settings import Settings, all_settings, build
 from curvlab.studies.compare.tasks import Task, cost_tasks, first_tasks, further_tasks
 from curvlab.studies.executor import Place, Workers, place_of
 from curvlab.studies.schema import Setting, read_values, settings_of
-from curvlab.studies.setup import Setup
+from curvlab.studies.setup import Setup, load_weights
 from curvlab.studies.store import Merged, Row, Store, identity_of, merge, run_lock
 
 __all__ = [
@@ -235,6 +236,9 @@ def _begun(settings: Settings, rows: _Rows) -> tuple[Settings, Row]:
         assert isinstance(subject, Setup)  # a problem is there already
         device, notes = devices.resolve(subject.device), [f"The problem does not fit into memory: {error}"]
     else:
+        if settings.checkpoint is not None:  # what does not fit ends the study, not each of its pairs
+            load_weights(problem.model, settings.checkpoint)
+            fresh(problem).gradient()
         settings = settings.on(problem)
         device, notes = next(problem.model.parameters()).device, problem_notes(problem)
     for row in rows.rows():

@@ -231,6 +231,7 @@ class Settings:
     def _check(self) -> None:
         from curvlab.solvers import Mixed
         from curvlab.studies.train.optimizers import check_rate, optimizers
+        from curvlab.studies.train.plan import check_epochs
 
         for one in _own_and_extra():
             one.check(self.value(one.name))
@@ -244,6 +245,7 @@ class Settings:
         if self.lr is not None:
             check_rate(self.lr)
         self._check_amount()
+        check_epochs(self.epochs)
         for name in self.baselines:
             optimizers.make(name).resolve()
         if self.epochs and not self._trains:

@@ -14,9 +14,13 @@ from curvlab.analysis.density import Density, density
 from curvlab.analysis.spectrum import LayerSpectra, Spectrum, spectrum
 from curvlab.curvature import Curvature
 from curvlab.files import csv_text
+from curvlab.imports import is_address
 from curvlab.linalg.estimators import Estimate
+from curvlab.linalg.krylov import search_rows
+from curvlab.matrix_functions import check_rows
 from curvlab.providers.base import estimate
 from curvlab.studies.setup import load_weights
+from curvlab.studies.small.fake_problem import fake_problem
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -71,6 +75,17 @@ class SpectrumStudy:
         return {f"{name}.csv": csv_text(frame) for name, frame in self.frames.items()}
 
 
+def check_memory(curvature: Curvature, k: int, probes: int) -> None:
+    """Refuse, with the bytes, a study whose vectors of all parameters the device cannot hold.
+
+    A curvature of tensors without memory may be asked too: no value is read.
+    """
+    searched = curvature.matrix_free or curvature.full_product is not None
+    count = min(k, curvature.numel)
+    rows = max(probes, search_rows(curvature.numel, count)) if searched else count
+    check_rows(curvature.matrix, rows, f"a spectrum (k={k:,}, probes={probes:,})")
+
+
 def study_spectrum(
     curvature: Curvature,
     config: dict[str, Any] | None = None,
@@ -89,6 +104,7 @@ def study_spectrum(
     >>> sorted(study_spectrum(curvlab.estimate("fisher", problem), k=3).frames)
     ['density', 'eigenvalues', 'layers', 'measures']
     """
+    check_memory(curvature, k, probes)
     found = density(curvature, probes, steps, seed=seed)
     top = spectrum(curvature, k, seed=seed)
     if curvature.matrix_free:
@@ -110,6 +126,11 @@ def run_spectrum(
 ) -> SpectrumStudy:
     """The study of a setup by name; `checkpoint` is a file with the model's state."""
     resolved = setup.resolve()
+    if resolved.arch is not None and not is_address(resolved.data):
+        # Planned first: a network that fits takes minutes to build and record, and its vectors may not fit.
+        resolved.check_size()
+        with fake_problem(resolved) as planned:
+            check_memory(estimate(provider, planned), k, probes)
     problem = resolved.build_problem()
     if checkpoint is not None:
         load_weights(problem.model, checkpoint)

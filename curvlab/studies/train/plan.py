@@ -11,6 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from functools import cached_property
 from math import cos, pi
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -38,6 +39,7 @@ __all__ = [
     "Schedule",
     "Steps",
     "TrainPlan",
+    "check_epochs",
     "rate_words",
     "rates_of",
     "schedules",
@@ -117,6 +119,25 @@ TRAIN_BATCH = 100
 """Examples in a batch of `curvlab train`."""
 
 
+EPOCHS_OF_A_YEAR = 10_000 * 86_400 * 365
+"""At the least that an epoch takes, a tenth of a millisecond: one step of the smallest network."""
+
+
+def check_epochs(epochs: int) -> None:
+    """Refuse epochs that take more than a year even if each were one step of the smallest network.
+
+    >>> check_epochs(10**26)
+    Traceback (most recent call last):
+    curvlab.exceptions.SpecError: epochs=1.00e+26 take at least 3.2e+14 years, ...
+    """
+    if epochs > EPOCHS_OF_A_YEAR:
+        count = Decimal(epochs)  # no float has more than 308 digits
+        raise SpecError(
+            f"epochs={count:.3g} take at least {count / EPOCHS_OF_A_YEAR:.2g} years, at a tenth of a "
+            f"millisecond for each. Use fewer: a larger number continues a finished run"
+        )
+
+
 @dataclass(frozen=True)
 class TrainPlan:
     """One training run; equal plans give equal runs, to the bit on the CPU.
@@ -156,6 +177,7 @@ class TrainPlan:
     def __post_init__(self) -> None:
         if self.epochs < 0:
             raise SpecError(f"epochs={self.epochs}: expected 0 (only evaluate) or more")
+        check_epochs(self.epochs)
         if self.evaluate_examples < 1:
             raise SpecError(f"evaluate_examples={self.evaluate_examples}: expected 1 or more")
         if not 0 <= self.holdout < 1:

@@ -44,7 +44,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from curvlab.criteria import Criterion
 from curvlab.data import Dataset, Examples
-from curvlab.distributed.agreement import agree
+from curvlab.distributed.agreement import agree, any_agreed
 from curvlab.distributed.communicator import LOCAL, Communicator, communicator_of, rank_batches
 from curvlab.exceptions import PairError, ProblemError, SolveError
 from curvlab.measure import device as devices
@@ -52,6 +52,7 @@ from curvlab.measure.environment import source_hash
 from curvlab.measure.memory import peak_bytes
 from curvlab.optim import SecondOrder
 from curvlab.solvers import Solution, Status
+from curvlab.specs import check_number
 from curvlab.studies.store import Row, run_lock
 from curvlab.studies.train.evaluate import Score, evaluate
 from curvlab.studies.train.folder import TrainFolder, frame_of
@@ -138,6 +139,9 @@ def train(
     >>> frame[["optimizer", "epoch", "status"]].values.tolist()
     [['pch-1 + ea-cg', 0, 'ok'], ['pch-1 + ea-cg', 1, 'ok']]
     """
+    check_number("checkpoint_seconds", checkpoint_seconds, "0 or more seconds", lambda x: x >= 0)
+    if checkpoint_steps is not None:
+        check_number("checkpoint_steps", checkpoint_steps, "1 or more steps", lambda x: x >= 1 and x % 1 == 0)
     communicator = communicator_of(process_group)
     with ExitStack() as held, devices.random_state_restored(devices.resolve(plan.setup.device)):
         outputs = None if folder is None else _open_folder(folder, plan, fresh, communicator, held)
@@ -145,8 +149,7 @@ def train(
         run = TrainRun(plan, communicator, count_memory)
         _restore(run, outputs)
         run.begin()
-        if track is not None and run.communicator.rank == 0:
-            observe = _both(observe, track.observer(run))
+        observe = _agreed_observer(run, observe, track)
         _carry_out(run, outputs, on_progress, observe, should_stop, checkpoint_seconds, checkpoint_steps)
         if outputs is not None and draw is not None:
             outputs.draw(run, draw)
@@ -182,15 +185,25 @@ def _restore(run: TrainRun, outputs: TrainFolder | None) -> None:
         run.restore(state)
 
 
-def _both(
-    first: Callable[[TrainRun], None] | None, second: Callable[[TrainRun], None]
-) -> Callable[[TrainRun], None]:
-    def observe(run: TrainRun) -> None:
-        if first is not None:
-            first(run)
-        second(run)
+def _agreed_observer(
+    run: TrainRun, observe: Callable[[TrainRun], None] | None, track: Tracking | None
+) -> Callable[[TrainRun], None] | None:
+    """`observe`, and on the first rank the tracking too; where that cannot begin, all ranks raise."""
 
-    return observe
+    def both() -> Callable[[TrainRun], None] | None:
+        if track is None or run.communicator.rank:
+            return observe
+        tracked = track.observer(run)
+        if observe is None:
+            return tracked
+
+        def observe_both(run: TrainRun) -> None:
+            observe(run)
+            tracked(run)
+
+        return observe_both
+
+    return agree(run.communicator, both, on=run.device)
 
 
 def _carry_out(
@@ -202,11 +215,16 @@ def _carry_out(
     checkpoint_seconds: float,
     checkpoint_steps: int | None,
 ) -> None:
+    """Step after step; what a rank does by itself between two of them may fail there, and then ends all."""
     saved = monotonic()
-    if observe is not None:
-        observe(run)
-    while not run.finished and not _agree_to_stop(run, should_stop()):
-        run.advance()
+
+    def begin() -> bool:
+        if observe is not None:
+            observe(run)
+        return should_stop()
+
+    def after_step() -> bool:
+        nonlocal saved
         if observe is not None and run.status == OK:
             observe(run)
         due = monotonic() - saved >= checkpoint_seconds
@@ -216,13 +234,18 @@ def _carry_out(
             saved = monotonic()
         if on_progress is not None:
             on_progress(TrainProgress.of(run))
-    if outputs is not None:
-        outputs.save(run)
+        return should_stop()
 
+    def save() -> None:
+        if outputs is not None:
+            outputs.save(run)
 
-def _agree_to_stop(run: TrainRun, asked: bool) -> bool:
-    """Whether to stop here: where any rank was asked to, all stop after the same step."""
-    return run.communicator.any(asked, run.device)
+    # Where any rank was asked to stop, all stop after the same step.
+    stops = any_agreed(run.communicator, begin, on=run.device)
+    while not run.finished and not stops:
+        run.advance()
+        stops = any_agreed(run.communicator, after_step, on=run.device)
+    agree(run.communicator, save, on=run.device)
 
 
 OK, DIVERGED, FAILED = "ok", "diverged", "failed"
