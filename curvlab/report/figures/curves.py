@@ -315,7 +315,7 @@ def eigenvalue_points(
     ['0', '2']
     """
     layers = list(dict.fromkeys(spectra["layer"].astype(str)))
-    size = (SMALL, 3.6) if len(layers) <= FEW else (7.0, 4.0)
+    size = (SMALL, 4.0) if len(layers) <= FEW else (7.0, 4.0)
     ax, look = get_axes(ax, *size), look_of(look, spectra.assign(solver=""))
     if not (spectra["largest"].astype(float) > 0).any():
         return empty(ax, look, "no layer has a positive eigenvalue")
