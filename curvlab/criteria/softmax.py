@@ -44,8 +44,7 @@ from curvlab.criteria.base import (
     check_real_targets,
 )
 from curvlab.exceptions import ProblemError, SpecError
-from curvlab.linalg.execution import deferring
-from curvlab.linalg.pending import Limits, require
+from curvlab.linalg.execution import Limits, deferring, require
 from curvlab.measure.device import readable
 
 NONE_IGNORED = Limits(

@@ -208,7 +208,8 @@ def _iterate(
     # A NaN is not below anything: it goes on, to end as a breakdown.
     done = square <= enough
     squares, finished, curvatures = [square], [], []
-    free = in_pieces(rhs) and read_interval == 1
+    on_host = in_pieces(rhs)
+    free = on_host and read_interval == 1
     ended = _Ended(torch.zeros_like(done), torch.zeros_like(done))
     for k in range(max_iter):
         due = read_interval and k % read_interval == 0 and (k or free)
@@ -219,7 +220,7 @@ def _iterate(
         ap = matmul(p)
         pap = dot(p, ap)
         # Where reads are free and every pᵀAp > 0 (always, for a definite operator) no norm need be known.
-        if definite and not in_pieces(rhs):
+        if definite and not on_host:
             curvatures.append(pap)
         elif not free or not bool((pap > zero).all()):
             ended = ended.with_ends(~done, pap, _rounding(dot, p, ap))

@@ -25,7 +25,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from curvlab.linalg.eigen import eigvalsh
+from curvlab.linalg.execution import eigvalsh
 from curvlab.linalg.factors import (
     DenseFactor,
     DiagonalFactor,

@@ -41,8 +41,7 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
-from curvlab.linalg.eigen import eigh, eigvalsh
-from curvlab.linalg.execution import FullPrecision, in_full_precision, in_pieces
+from curvlab.linalg.execution import FullPrecision, eigh, eigvalsh, in_full_precision, in_pieces
 
 __all__ = [
     "DenseFactor",

@@ -25,8 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from curvlab.exceptions import ProblemError
-from curvlab.linalg.execution import in_float
-from curvlab.linalg.pending import Limits, require
+from curvlab.linalg.execution import Limits, in_float, require
 from curvlab.model.chain import ChainFollower, ChainReader, KnownChain, ReadChain
 from curvlab.model.layers import Chain, Layer, WatchedUses, layers_of
 from curvlab.model.network import Inputs, Network, example_count, map_tensors, tensors_of

@@ -42,8 +42,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from curvlab.exceptions import ProblemError, StaleError, describe_argument
-from curvlab.linalg.execution import LOW_PRECISION, in_float
-from curvlab.linalg.pending import askable
+from curvlab.linalg.execution import LOW_PRECISION, askable, in_float
 from curvlab.measure import device
 from curvlab.staleness import (
     Members,

@@ -29,7 +29,7 @@ from torch import Tensor
 from curvlab.criteria import Criterion
 from curvlab.criteria.base import AllWeightsZeroError
 from curvlab.exceptions import ProblemError
-from curvlab.linalg.pending import askable, require
+from curvlab.linalg.execution import askable, require
 from curvlab.model.forward import Forward
 from curvlab.model.network import Inputs, Network, slice_examples, take_examples
 from curvlab.model.recording import (

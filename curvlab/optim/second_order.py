@@ -35,8 +35,7 @@ from curvlab.defaults import STEP_ALPHA, STEP_LR, STEP_PROVIDER, STEP_SOLVER
 from curvlab.distributed.agreement import adopt_first_rank, agree
 from curvlab.distributed.communicator import communicator_of
 from curvlab.exceptions import ProblemError, SpecError
-from curvlab.linalg.execution import full_precision
-from curvlab.linalg.pending import collected
+from curvlab.linalg.execution import collected, full_precision
 from curvlab.linalg.steps import Gradient
 from curvlab.measure.device import keep_freed_memory, readable
 from curvlab.model.network import Network, unwrap

@@ -32,9 +32,8 @@ from curvlab.distributed.operators import join_operators
 from curvlab.distributed.statistics import JoinedStatistics
 from curvlab.exceptions import SpecError
 from curvlab.linalg import Factor
-from curvlab.linalg.execution import autocast_switched_off, full_precision
+from curvlab.linalg.execution import askable, autocast_switched_off, full_precision
 from curvlab.linalg.factors import DiagonalFactor, InputFactors
-from curvlab.linalg.pending import askable
 from curvlab.linalg.steps import Gradient
 from curvlab.measure import device as devices
 from curvlab.model.layers import Layer
@@ -567,13 +566,15 @@ def _means(problem: Problem, stages: _Stages) -> dict[Statistic, Values]:
 def _stages(wanted: Sequence[Statistic]) -> list[tuple[Statistic, ...]]:
     """What is needed first, by how many passes come before it, and all that nothing needs with the last."""
     depths: dict[Statistic, int] = {}
+    needed: set[Statistic] = set()
 
     def depth(statistic: Statistic) -> int:
-        depths[statistic] = max((depth(needed) + 1 for needed in statistic.needs), default=0)
+        needs = statistic.needs
+        needed.update(needs)
+        depths[statistic] = max((depth(one) + 1 for one in needs), default=0)
         return depths[statistic]
 
     last = max((depth(statistic) for statistic in wanted), default=0)
-    needed = {one for statistic in depths for one in statistic.needs}
     places = {s: place if s in needed else last for s, place in depths.items()}
     stages = [tuple(s for s, place in places.items() if place == stage) for stage in range(last + 1)]
     return [stage for stage in stages if stage]

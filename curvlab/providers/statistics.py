@@ -670,13 +670,14 @@ class Means:
 
     def add(self, recording: Recording) -> None:
         """Count a batch with its weight."""
+        weight = recording.total_weight
         for statistic in self.statistics:
             values = statistic.of(recording)
             limit = getattr(statistic, "sides", None)
             most = MAX_FACTOR if limit is None else maxsize if limit.keeps_examples else limit.max_factor
             held = self._held.setdefault(statistic, [mean_of(value, most) for value in values])
             for mean, value in zip(held, values, strict=True):
-                mean.add(value, recording.total_weight)  # type: ignore[arg-type]
+                mean.add(value, weight)  # type: ignore[arg-type]
 
     def values(self) -> dict[Statistic, Values]:
         """The means so far."""

@@ -30,9 +30,17 @@ from curvlab.distributed.solve import choose_owners, layer_cost, share_out
 from curvlab.exceptions import ArgumentError, PairError, SolveError, SpecError, describe_argument
 from curvlab.linalg import Matrix
 from curvlab.linalg.cg import Outcome
-from curvlab.linalg.execution import deferring, full_precision, in_pieces, without_gradients
+from curvlab.linalg.execution import (
+    Limits,
+    collected,
+    deferring,
+    explained,
+    full_precision,
+    in_pieces,
+    require,
+    without_gradients,
+)
 from curvlab.linalg.inverse import NotFiniteError, NotPositiveDefiniteError
-from curvlab.linalg.pending import Limits, collected, explained, require
 from curvlab.linalg.steps import RowGradient
 from curvlab.solvers.base import Damping, Guidance, LayerDirection, Preconditioner, Solver, damping_from
 from curvlab.solvers.registry import solvers
@@ -346,8 +354,8 @@ class _Systems:
         seconds = time.perf_counter() - started
         sizes = [one.size for one in prepared]
         return [
-            self._finish(one, direction, seconds * one.size / sum(sizes))
-            for one, direction in zip(prepared, found, strict=True)
+            self._finish(one, direction, seconds * size / sum(sizes))
+            for one, direction, size in zip(prepared, found, sizes, strict=True)
         ]
 
     def _prepare(self, unit: Unit) -> _Prepared:

@@ -25,7 +25,7 @@ from torch import Tensor
 from curvlab.curvature import LayerCurvature
 from curvlab.linalg import DenseFactor, DiagonalFactor, Factor, GramFactor, RankOneFactor
 from curvlab.linalg.cg import FunctionOperator, StackOperator, SymmetricOperator
-from curvlab.linalg.eigen import eigvalsh
+from curvlab.linalg.execution import eigvalsh
 from curvlab.linalg.factors import InputFactors, InputKind
 from curvlab.linalg.inverse import NotFiniteError, NotPositiveDefiniteError
 from curvlab.measure import device

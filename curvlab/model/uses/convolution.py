@@ -29,8 +29,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from curvlab.exceptions import ProblemError
-from curvlab.linalg.execution import deferring
-from curvlab.linalg.pending import Limits, require
+from curvlab.linalg.execution import Limits, deferring, require
 from curvlab.linalg.views import Layout
 from curvlab.measure import device
 from curvlab.model.uses.base import WeightUse, constant_value, repeats_one
