@@ -33,8 +33,8 @@ from curvlab.model.layers import Chain, Layer, add_rows, shape_of_rows
 from curvlab.model.network import Inputs, Network, tensors_of
 from curvlab.model.nodes import Cotangent, NodeInput, NonlinearNode, formed, starting_at_nodes
 from curvlab.model.own_curvature import FurtherNode, OwnCurvature, own_curvature
-from curvlab.model.uses import WeightUse
-from curvlab.model.watch import Listener, SeenUse, listener_of
+from curvlab.model.uses import Use, WeightUse
+from curvlab.model.watch import Listener, ParameterView, SeenUse, SeenWeight, listener_of
 from curvlab.staleness import example_hashes
 
 __all__ = [
@@ -275,7 +275,7 @@ class ChainRecording(Recording):
         return torch.einsum("mkl,lmn->kmn", hessians, jacobian)
 
 
-HearWeight = Callable[[Layer, SeenUse, Tensor], None]
+HearWeight = Callable[[Layer, SeenWeight, Tensor], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -458,17 +458,16 @@ class GraphRecording(Recording):
             if seen.view is None or seen.view.name in self.forward.watched.unknown:
                 continue
             name = seen.view.name
-            if name in self._by_name:
-                hear(self._by_name[name], seen, arrived)
+            if name in self._by_name and isinstance(seen.use, WeightUse):
+                hear(self._by_name[name], SeenWeight(seen, seen.use, seen.view), arrived)
             elif name in self._plain:
-                rows = self._example_gradients(seen, arrived, self._plain[name])
+                rows = self._example_gradients(seen.use, seen.view, arrived, self._plain[name])
                 found[name] = rows if name not in found else found[name] + rows
 
-    def _example_gradients(self, seen: SeenUse, gradient: Tensor, parameter: Tensor) -> Tensor:
+    def _example_gradients(
+        self, use: Use, view: ParameterView, gradient: Tensor, parameter: Tensor
+    ) -> Tensor:
         """The gradients of every example in the parameter's own shape, from one use of a view of it."""
-        view, use = seen.view, seen.use
-        assert view is not None
-        assert use is not None
         shape = tuple(parameter.shape)
         if view.transposed and not isinstance(use, WeightUse):
             return use.example_gradients(gradient, shape[::-1]).mT
@@ -536,10 +535,8 @@ class GraphRecording(Recording):
         gradients: dict[str, Tensor] = {}
         rows: dict[str, Tensor] = {}
 
-        def hear(layer: Layer, seen: SeenUse, gradient: Tensor) -> None:
+        def hear(layer: Layer, seen: SeenWeight, gradient: Tensor) -> None:
             use, view = seen.use, seen.view
-            assert isinstance(use, WeightUse)
-            assert view is not None
             if layer.kind == "linear":
                 rows[layer.name] = gradient
                 return

@@ -41,13 +41,14 @@ from curvlab.model.decompositions import DECOMPOSITIONS, NotDecomposedError
 from curvlab.model.double_backward import refuse_reentrant_checkpoint
 from curvlab.model.nodes import NodeFinder, NonlinearNode, base_name, is_linear, weak_hook
 from curvlab.model.own_curvature import FurtherFinder, FurtherNode, SoftmaxNode
-from curvlab.model.uses import Use
+from curvlab.model.uses import Use, WeightUse
 
 __all__ = [
     "CallTrace",
     "Listener",
     "ParameterView",
     "SeenUse",
+    "SeenWeight",
     "Watch",
     "leaves_behind",
     "listener_of",
@@ -119,6 +120,15 @@ class SeenUse:
     def examples_first(self, gradient: Tensor) -> Tensor:
         """The gradient at the call's output with the examples in its first dimension, as `use` has them."""
         return gradient.movedim(self.batch_dim, 0) if self.batch_dim else gradient
+
+
+@dataclass(frozen=True, eq=False)
+class SeenWeight:
+    """A `SeenUse` of a view of a parameter as a matrix."""
+
+    seen: SeenUse
+    use: WeightUse
+    view: ParameterView
 
 
 class Watch(TorchFunctionMode):

@@ -32,7 +32,7 @@ from curvlab.model.layers import Layer, MatrixRole, view_of_use
 from curvlab.model.nodes import Cotangent, NodeInput
 from curvlab.model.recording import GraphRecording
 from curvlab.model.uses import EmbeddingUse, WeightUse
-from curvlab.model.watch import SeenUse
+from curvlab.model.watch import SeenUse, SeenWeight
 from curvlab.providers.draws import draw_positions
 from curvlab.staleness import Stamp
 
@@ -376,11 +376,11 @@ class OutputSums:
         root = recording.sqrt_row_weights * weight**0.5
         sums: dict[tuple[Layer, int], Tensor] = {}
 
-        def hear(layer: Layer, seen: SeenUse, gradient: Tensor) -> None:
+        def hear(layer: Layer, seen: SeenWeight, gradient: Tensor) -> None:
             if layer.kind == "linear":
                 self.sums[layer][0].add(gradient[:, None], root)
                 return
-            self._add_rows(layer, self._placed[seen], gradient, root, sums)
+            self._add_rows(layer, self._placed[seen.seen], gradient, root, sums)
 
         plain = recording.backward(cotangent, hear, at_nodes)
         for layer in recording.layout:
@@ -457,10 +457,8 @@ class DiagonalSums:
         recording, share = self.recording, self.recording.row_weights * weight
         held: dict[str, Tensor] = {}
 
-        def hear(layer: Layer, seen: SeenUse, gradient: Tensor) -> None:
+        def hear(layer: Layer, seen: SeenWeight, gradient: Tensor) -> None:
             use, view = seen.use, seen.view
-            assert isinstance(use, WeightUse)
-            assert view is not None
             if layer.bias_name is not None:
                 sums = use.output_rows(gradient).sum(1).flatten(1)
                 self._hold(held, layer.bias_name, view.rows, sums)
