@@ -329,14 +329,12 @@ class Problem(FullPrecision):
         if self._reading is None:
             self._reading = Reading.of(recording)
         else:
-            self._compare_reading(recording)
+            self._compare_reading(self._reading, recording)
         _ = recording.weights  # a batch of which nothing counts is an error here, not where it is first read
         return recording
 
-    def _compare_reading(self, recording: Recording) -> None:
+    def _compare_reading(self, first: Reading, recording: Recording) -> None:
         """Refuse a batch in which the model computes something of another structure than in the first."""
-        first = self._reading
-        assert first is not None
         now = Reading.of(recording)
         if (first.chain is None) != (now.chain is None) or (
             first.chain is not None and now.chain is not None and not first.chain.same_as(now.chain)

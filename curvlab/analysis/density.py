@@ -203,7 +203,7 @@ def _estimated(matrix: SymmetricMatrix, probes: int, steps: int, seed: int) -> t
     count, top, along = min(LEADING, size // 4), like.new_zeros(0), like.new_zeros(0, probes)
     vectors = runs[0].vectors
     if vectors is not None and count:
-        top, coefficients = leading_pairs(runs[0], count, LEADING_TOL)
+        top, coefficients = leading_pairs(runs[0], vectors[0], count, LEADING_TOL)
         along = coefficients @ (vectors[0] @ starts.T)
     rest = weights
     for value, shares in zip(top, along.square(), strict=True):

@@ -29,6 +29,7 @@ from curvlab.linalg.factors import max_abs, nonzero_or_one
 __all__ = [
     "CGResult",
     "FunctionOperator",
+    "FunctionStack",
     "Outcome",
     "StackOperator",
     "SymmetricOperator",
@@ -86,17 +87,7 @@ class FunctionOperator(SymmetricOperator):
 
 
 class StackOperator(SymmetricOperator):
-    """One system for each entry of the first dimension, whose vectors are the rest of a tensor of three.
-
-    `product` is given as a function where a subclass has none of its own.
-    """
-
-    def __init__(self, product: Callable[[Tensor], Tensor] | None = None) -> None:
-        self.product = product
-
-    def matmul(self, x: Tensor) -> Tensor:
-        assert self.product is not None
-        return self.product(x)
+    """One system for each entry of the first dimension, whose vectors are the rest of a tensor of three."""
 
     def dot(self, x: Tensor, y: Tensor) -> Tensor:
         return (x * y).sum((1, 2), keepdim=True)
@@ -106,6 +97,16 @@ class StackOperator(SymmetricOperator):
 
     def spread(self, scalars: Tensor) -> Tensor:
         return scalars
+
+
+@dataclass(frozen=True, eq=False)
+class FunctionStack(StackOperator):
+    """A stack of systems, their product given as a function."""
+
+    product: Callable[[Tensor], Tensor]
+
+    def matmul(self, x: Tensor) -> Tensor:
+        return self.product(x)
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
+from operator import add
 
 import torch
 from torch import Tensor
@@ -671,7 +672,7 @@ class GradientMean:
     """The gradient over several batches, as running sums: no batch is held."""
 
     sums: dict[str, Tensor] = field(default_factory=dict)
-    weight: Tensor | None = None
+    weights: list[Tensor] = field(default_factory=list)
 
     def add(self, recording: Recording) -> None:
         """Count a batch with its weight."""
@@ -680,12 +681,12 @@ class GradientMean:
         for name in gradient:
             counted = gradient.view(name) * weight
             self.sums[name] = counted if name not in self.sums else self.sums[name].add_(counted)
-        self.weight = weight if self.weight is None else self.weight + weight
+        self.weights.append(weight)
 
     def value(self) -> Gradient:
         """The mean so far."""
-        assert self.weight is not None
-        return Gradient({name: total / self.weight for name, total in self.sums.items()})
+        weight = reduce(add, self.weights)
+        return Gradient({name: total / weight for name, total in self.sums.items()})
 
 
 def _entries(record: LayerRecord) -> dict[str, Tensor | RowGradient]:

@@ -278,12 +278,13 @@ class SecondOrder(torch.optim.Optimizer):
             # No rank writes before all can.
             device = self.param_groups[0]["params"][0].device
             agree(communicator, lambda: self._check(changes, solution), on=device)
-            adapting = self.adapt is not None and (self._steps + 1) % self.adapt.every == 0
-            predicted = _predicted(changes, solution, curvature, gradient) if adapting else 0.0
+            adapt = self.adapt if self.adapt and (self._steps + 1) % self.adapt.every == 0 else None
+            predicted = _predicted(changes, solution, curvature, gradient) if adapt else 0.0
             self._apply(changes)
             self._kept, self._estimates, self._steps = keep, self._estimates + estimating, self._steps + 1
-            if adapting:
-                self._adapt(float(loss), predicted, problem, statistics)
+            if adapt:
+                after = self._loss_after(problem, statistics)
+                self._alpha = adapt.adapted(self._alpha, float(loss) - after, predicted)
         return loss, changes, None
 
     def _solve(
@@ -426,18 +427,14 @@ class SecondOrder(torch.optim.Optimizer):
             if change.buffer is not None:
                 self.state[change.parameter]["momentum_buffer"] = change.buffer
 
-    def _adapt(
-        self, before: float, predicted: float, problem: Problem, statistics: BatchStatistics | None
-    ) -> None:
-        assert self.adapt is not None
+    def _loss_after(self, problem: Problem, statistics: BatchStatistics | None) -> float:
+        """The loss of the step's own rows with the parameters that it has written."""
         try:
             if statistics is not None and statistics.layers:
-                after = float(statistics.loss(problem))
-            else:
-                after = float(problem.loss(process_group=self.process_group))
+                return float(statistics.loss(problem))
+            return float(problem.loss(process_group=self.process_group))
         except ProblemError:
-            after = float("inf")
-        self._alpha = self.adapt.adapted(self._alpha, before - after, predicted)
+            return float("inf")
 
     def __repr__(self) -> str:
         own = {"provider": self._provider, "solver": self._solver, "alpha": self._alpha}

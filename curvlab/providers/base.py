@@ -612,7 +612,6 @@ def estimate_jointly(
         means |= {statistic: found.values[statistic] for statistic in stage}
     bound = [statistic.bound(means) for statistic in last]
     joined = problem.join(communicator, bound, Means, gradient=gradient, loss=loss, settings=agreed)
-    assert joined.share is not None
     own = problem if joined.share else problem.empty_like()
     means |= {statistic: joined.values[statistic] for statistic in last}
     # What is made of one rank's own rows (matrix-free blocks) may fail there alone.

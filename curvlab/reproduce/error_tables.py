@@ -20,7 +20,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from curvlab.report.content import Answer, Content, Drawing, Section
-from curvlab.report.drawing import FONT, Look, dress, log_axis, shorten
+from curvlab.report.drawing import FONT, Look, dress, figure_of, log_axis, shorten
 from curvlab.report.numbers import MISSING, digits, join_names, percent
 from curvlab.report.tables import Entry, Table
 from curvlab.reproduce.error_statistics import INNER, PHASES, ROUNDING, averages, share_of, with_phases
@@ -205,7 +205,7 @@ def _panels(count: int, width: float) -> list[Axes]:
 
 def _dress(axes: Axes, look: Look) -> None:
     dress(axes, look)
-    axes.get_figure(root=True).set_facecolor(look.theme.paper)  # type: ignore[union-attr]
+    figure_of(axes).set_facecolor(look.theme.paper)
     axes.title.set(color=look.theme.ink, fontsize=FONT)
 
 
@@ -236,8 +236,7 @@ def _with_legend(panels: list[Axes], look: Look, providers: list[str], extra: st
                 label=extra,
             )
         )
-    figure = panels[0].get_figure(root=True)
-    assert figure is not None
+    figure = figure_of(panels[0])
     box = figure.legend(
         handles=entries,
         loc="outside lower left",

@@ -191,8 +191,7 @@ def _curvature_work(task: GrowthTask, problem: Problem) -> Work:
 def _solve_work(task: GrowthTask, problem: Problem) -> Work:
     passed = _run_passes(problem)
     curvature, gradient = estimate("pch-1", passed), passed.gradient()
-    (layer,) = curvature.layers
-    assert layer.output is not None
+    (output,) = (layer.output for layer in curvature.layers if layer.output is not None)
     given = dict(gradient.items()) if task.formulation == TEXTBOOK else gradient
     solver = _solver(task)
     alpha = CG_ALPHA if task.subject in ITERATIVE else INVERSE_ALPHA
@@ -200,7 +199,7 @@ def _solve_work(task: GrowthTask, problem: Problem) -> Work:
     def call() -> object:
         return _complete(task, solve(solver, curvature, given, alpha=alpha))
 
-    return call, list(layer.output.tensors().values())
+    return call, list(output.tensors().values())
 
 
 def _solver(task: GrowthTask) -> Solver:

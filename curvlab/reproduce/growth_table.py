@@ -21,7 +21,7 @@ from matplotlib.lines import Line2D
 
 from curvlab.measure.environment import source_hash
 from curvlab.report.content import Answer, Content, Drawing, Section
-from curvlab.report.drawing import FONT, LIGHT, MARKERS, Look, Theme, dress, log_axis
+from curvlab.report.drawing import FONT, LIGHT, MARKERS, Look, Theme, dress, figure_of, log_axis
 from curvlab.report.numbers import digits, join_names
 from curvlab.report.tables import Entry, Table
 from curvlab.reproduce.experiment import (
@@ -193,8 +193,7 @@ def _style(subject: str, formulation: str, look: Look) -> dict[str, Any]:
 
 def _write_exponents(ax: Axes, ends: list[_End], paper: str) -> None:
     """At the lines' ends, moved apart where they would cover each other."""
-    figure = ax.get_figure(root=True)
-    assert figure is not None
+    figure = figure_of(ax)
     points = 72 / figure.dpi
     ends = sorted(ends, key=lambda end: end.y)
     heights = [float(ax.transData.transform((end.x, end.y))[1]) * points for end in ends]

@@ -193,19 +193,18 @@ class CG(Solver):
         assert isinstance(state, PreparedLayer)
         if self.formulation == "explicit":
             return self._apply_textbook(state, gradient)
-        if state.output.count > 1:
-            return self._apply_equal(state, gradient)
-        return self._divide(state, gradient) or self._apply_stacked([state], [gradient])[0]
+        found = self._apply_equal(state, gradient) or self._divide(state, gradient)
+        return found or self._apply_stacked([state], [gradient])[0]
 
     @property
     def solves_stacks(self) -> bool:
         own = type(self).prepare is CG.prepare and type(self).apply is CG.apply
         return own and self.route in ("auto", "dense")
 
-    def _apply_equal(self, state: PreparedLayer, gradient: LayerGradient) -> LayerDirection:
-        """All systems of a stack in one iteration."""
-        assert state.coordinates is not None
-        assert gradient.weight is not None
+    def _apply_equal(self, state: PreparedLayer, gradient: LayerGradient) -> LayerDirection | None:
+        """All systems of a stack of weights in one iteration; None where it is none."""
+        if state.output.count == 1 or state.coordinates is None or gradient.weight is None:
+            return None
         systems = EqualSystems(state.output, state.coordinates, gradient.weight, state.damping)
         result = self.run(systems, systems.right_hand_side())
         weight = systems.step(result.x)
@@ -298,8 +297,9 @@ class DefiniteCG(CG):
         found: dict[int, LayerDirection] = {}
         runs, stacks = [], {}
         for index, (state, gradient) in enumerate(zip(own, gradients, strict=True)):
-            if state.output.count > 1:
-                found[index] = self._apply_equal(state, gradient)
+            equal = self._apply_equal(state, gradient)
+            if equal is not None:
+                found[index] = equal
                 continue
             stack = stack_systems([LayerSystems.of(state, gradient)], state.damping)
             rhs, stacks[index] = stack.right_hand_side(), stack
@@ -348,7 +348,7 @@ class EACG(CG):
         if self.formulation == "explicit" or not own or len(kinds) != 1:
             return None
         alone = (
-            (i, self._apply_equal(s, g) if s.output.count > 1 else self._divide(s, g))
+            (i, self._apply_equal(s, g) or self._divide(s, g))
             for i, (s, g) in enumerate(zip(own_states, gradients, strict=True))
         )
         found = {index: direction for index, direction in alone if direction is not None}
@@ -630,7 +630,6 @@ class EqualSystems(StackOperator):
     def __init__(
         self, output: Factor, coordinates: InputCoordinates, gradient: WeightGradient, damping: Damping
     ) -> None:
-        super().__init__()
         self.output, self.damping = output, damping
         self.gradient = coordinates.of(gradient)
         self.rank, self._matrix = self.gradient.x.shape[-1], coordinates.matrix

@@ -37,6 +37,7 @@ from curvlab.curvature import Curvature, LayerCurvature
 from curvlab.defaults import PROVIDERS
 from curvlab.linalg import poseig
 from curvlab.linalg.execution import full_precision
+from curvlab.model.layers import Chain
 from curvlab.model.recording import ChainRecording
 from curvlab.problem import Problem
 from curvlab.providers import GaussNewton, Hessian, Provider, estimate
@@ -228,7 +229,8 @@ def _all_weight_errors(
     budget: Budget,
 ) -> tuple[list[list[Measured]], int, list[str]]:
     """The errors of weight blocks of each provider and layer, how many probes they are from, and notes."""
-    if problem.chain is not None and not problem.streamed and budget.take(_yardstick_cost(problem, numbers)):
+    chain = None if problem.streamed else problem.chain
+    if chain is not None and budget.take(_yardstick_cost(chain, problem.examples(), numbers)):
         sticks = [weight_yardstick(_recording(problem), number - 1) for number in numbers]
         pairs = zip(specs, curvatures, strict=True)
         layers = exact.layers
@@ -245,11 +247,9 @@ def _probed(layer: LayerCurvature, found: Mapping[str, float], norms: Mapping[st
     return {"weight_error": error, "weight_norm": norm, "weight_floor": math.nan}
 
 
-def _yardstick_cost(problem: Problem, numbers: list[int]) -> float:
+def _yardstick_cost(chain: Chain, examples: int, numbers: list[int]) -> float:
     """Operations of the exact yardsticks: a product through the layers above for each output unit."""
-    assert problem.chain is not None
-    layers, examples = problem.chain.layers, problem.examples()
-    total = 0.0
+    layers, total = chain.layers, 0.0
     for number in numbers:
         above = sum(layer.in_features * layer.out_features for layer in layers[number:])
         units = layers[number - 1].out_features
