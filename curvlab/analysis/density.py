@@ -153,7 +153,7 @@ def density(
         top = nodes.topk(min(LEADING, len(nodes))).values
         per_probe, used = weights[None], 0
     else:
-        top, nodes, per_probe = _estimated(matrix, probes, steps, seed)
+        top, nodes, per_probe = _estimate_nodes(matrix, probes, steps, seed)
         weights, used = per_probe.mean(0), probes
     grid, smooth = _smoother(nodes, width, points)
     curves = torch.stack([smooth(one) for one in per_probe])
@@ -177,7 +177,9 @@ def _all_eigenvalues(basis: Eigenbasis) -> tuple[Tensor, Tensor]:
     return torch.cat(values), count / count.sum()
 
 
-def _estimated(matrix: SymmetricMatrix, probes: int, steps: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+def _estimate_nodes(
+    matrix: SymmetricMatrix, probes: int, steps: int, seed: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """The largest eigenvalues, all nodes, and the weights of the nodes for each probe, (probes, nodes)."""
     size, like = matrix.size, matrix.like
     check_rows(matrix, probes, f"density(probes={probes:,})")

@@ -275,20 +275,20 @@ class JoinedStatistics:
     @property
     def share(self) -> float:
         """What the rows of this rank weigh among those of all."""
-        return _asked(self.found_share, "the share of each rank")
+        return _require_asked(self.found_share, "the share of each rank")
 
     @property
     def gradient(self) -> Gradient:
         """E[∇ξ], in factors where the rows were gathered."""
-        return _asked(self.found_gradient, "the gradient")
+        return _require_asked(self.found_gradient, "the gradient")
 
     @property
     def loss(self) -> Tensor:
         """E[ξ]."""
-        return _asked(self.found_loss, "the loss")
+        return _require_asked(self.found_loss, "the loss")
 
 
-def _asked(found: T | None, what: str) -> T:
+def _require_asked(found: T | None, what: str) -> T:
     """What all ranks have joined, or an error where none of them has asked for it yet."""
     if found is None:
         raise LookupError(f"{what} over the rows of all ranks was not asked for: ask for it when they join")

@@ -597,9 +597,7 @@ class GraphRecording(Recording):
 
     def linear_inputs(self, layer: Layer) -> Tensor:
         """H of a Linear layer that sees one row per example."""
-        use = self.weight_uses(layer)[0].use
-        assert use is not None
-        return use.inputs
+        return next(seen.use.inputs for seen in self.weight_uses(layer) if seen.use is not None)
 
 
 def record(

@@ -169,7 +169,7 @@ class EigenSums:
             alone = len(self.recording.weight_uses(layer)) == 1
             rows, first = use.output_rows(gradient), self._first.get(seen.seen, 0)
             for span in use.ranges(use.parts * use.positions * use.input_size + layer.weight.numel()):
-                for part, turned in self._turned(layer, use, rows, first, span):
+                for part, turned in self._turn_rows(layer, use, rows, first, span):
                     if alone:
                         self.totals[layer][part] += _squares(share[slice(*span)], turned)
                     else:
@@ -182,7 +182,7 @@ class EigenSums:
         for (layer, part), rows in held.items():
             self.totals[layer][part] += _squares(share, rows)
 
-    def _turned(
+    def _turn_rows(
         self, layer: Layer, use: WeightUse, rows: Tensor, first: int, span: tuple[int, int]
     ) -> Iterator[tuple[int, Tensor]]:
         """Uᵀ R_i Q of some examples, (examples, r, s), for each part of a use."""

@@ -408,7 +408,7 @@ class Hessian(Provider):
             operator = ModelOperator(problem, "hessian")
             layers, definiteness = operator.layers(), UNKNOWN
         else:
-            operator, known = ChainHessian(problem), self._known(problem, problem.chain)
+            operator, known = ChainHessian(problem), self._known_definiteness(problem, problem.chain)
             if self.coupled:
                 layers, definiteness = _operator_layers(operator), known or UNKNOWN
             else:
@@ -450,7 +450,7 @@ class Hessian(Provider):
             structure="block",
         )
 
-    def _known(self, problem: Problem, chain: Chain) -> Definiteness | None:
+    def _known_definiteness(self, problem: Problem, chain: Chain) -> Definiteness | None:
         """Without σ'', and with a convex criterion, each diagonal block is Gauss-Newton's."""
         straight = all(activation.piecewise_linear for activation in chain.activations)
         if problem.criterion.convex and straight and (not self.coupled or len(chain.layers) == 1):

@@ -276,11 +276,11 @@ class _InputSide:
         check_not_overwritten((use.inputs for use in self.uses), self.stamps)
         with torch.no_grad():
             if self.sides.sharing == "reduce":
-                return self._reduced()
+                return self._reduce_factors()
             drawn = self.sides.sampled(self.positions)
-            return self._expanded() if drawn is None else self._sampled(drawn)
+            return self._expand_factors() if drawn is None else self._sample_factors(drawn)
 
-    def _expanded(self) -> Sequence[Factor]:
+    def _expand_factors(self) -> Sequence[Factor]:
         rows, limit = self.recording.examples * self.positions, self.sides.max_factor
         pairs = list(zip(self.uses, self.weights, strict=True))
         if self.size > limit and rows > limit:
@@ -293,7 +293,7 @@ class _InputSide:
         moments = [use.input_second_moment(w) for use, w in pairs]
         return [DenseFactor(matrix) for matrix in _total(moments).unbind()]
 
-    def _reduced(self) -> Sequence[Factor]:
+    def _reduce_factors(self) -> Sequence[Factor]:
         share = self.recording.row_weights
         # The weights of mean_p without those of the examples, so that an example of weight 0 is no 0/0.
         inner = [w / torch.where(share > 0, share, 1)[:, None] for w in self.weights]
@@ -301,7 +301,7 @@ class _InputSide:
         whole = torch.stack(means).sum(0)
         return [GramFactor(part, self.recording.sqrt_row_weights) for part in whole.unbind(1)]
 
-    def _sampled(self, drawn: int) -> Sequence[Factor]:
+    def _sample_factors(self, drawn: int) -> Sequence[Factor]:
         index = draw_positions(self.recording, self.sides.seed, self.place, self.positions, drawn)
         rows, weights, first = [], [], 0
         for use, w in zip(self.uses, self.weights, strict=True):

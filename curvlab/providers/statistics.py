@@ -422,7 +422,7 @@ class CurvatureProducts(OutputProducts):
             weight, share_passes = 1.0, False
         else:
             drawn = [self._draw(recording, draw) for draw in range(self.samples)]
-            both = tuple(_stacked(one) for one in zip(*drawn, strict=True))
+            both = tuple(_stack_drawn(one) for one in zip(*drawn, strict=True))
             weight, share_passes = 1 / self.samples, True
         return [
             Cotangents(stack, within, weight, share_passes, negative)
@@ -439,7 +439,7 @@ class CurvatureProducts(OutputProducts):
         return recording.criterion.draw_hessian(logits, recording.targets, plus, minus)
 
 
-def _stacked(drawn: tuple[Tensor | None, ...]) -> Tensor | None:
+def _stack_drawn(drawn: tuple[Tensor | None, ...]) -> Tensor | None:
     found = [one for one in drawn if one is not None]
     return torch.stack(found) if found else None
 
@@ -550,7 +550,7 @@ class FactorMean:
         if self.total is not None:
             mean = self.total / self.weight
             return DiagonalFactor(mean) if mean.ndim == 1 else DenseFactor(mean)
-        rows, roots = zip(*self._unchanged(), strict=True)
+        rows, roots = zip(*self._check_rows(), strict=True)
         return GramFactor(torch.cat(rows), torch.cat(roots) / self.weight.sqrt())
 
     def _count(self, value: Factor, weight: Tensor, stamp: Stamp | None) -> None:
@@ -559,28 +559,28 @@ class FactorMean:
             value, stamp = value.formed(), None
         if isinstance(value, GramFactor) and self.total is None:
             self.rows.append((value.rows, value.root * weight.sqrt(), stamp or Stamp.of(value.rows)))
-            held = self._held()
+            held = self._row_count()
             if held >= min(size, max(self.limit, 1)) and (held >= size or held > self.limit):
                 self._sum_rows(size)
-            _check_bytes(self._held(), value.rows)
+            _check_bytes(self._row_count(), value.rows)
             return
         total = self._sum_rows(size, diagonal=isinstance(value, DiagonalFactor))
         counted = value.diagonal() if total.ndim == 1 else value.to_dense()
         total.add_(counted * weight)
 
-    def _held(self) -> int:
+    def _row_count(self) -> int:
         return sum(len(rows) for rows, _, _ in self.rows)
 
     def _sum_rows(self, size: int, *, diagonal: bool = False) -> Tensor:
         """Turn what is held into a sum, dense or (from here on) diagonal."""
         example = self.rows[0][0] if self.rows else self.weight
-        diagonal = diagonal or (size > self.limit and self._held() > self.limit)
+        diagonal = diagonal or (size > self.limit and self._row_count() > self.limit)
         total = self.total
         if total is None:
             total = example.new_zeros(size) if diagonal else example.new_zeros(size, size)
         elif diagonal and total.ndim == 2:
             total = total.diagonal().clone()
-        for rows, root in self._unchanged():
+        for rows, root in self._check_rows():
             scaled = rows * root[:, None]
             if total.ndim == 1:
                 total.add_(scaled.square().sum(0))
@@ -589,7 +589,7 @@ class FactorMean:
         self.total, self.rows = total, []
         return total
 
-    def _unchanged(self) -> list[tuple[Tensor, Tensor]]:
+    def _check_rows(self) -> list[tuple[Tensor, Tensor]]:
         check_not_overwritten((rows for rows, _, _ in self.rows), (stamp for _, _, stamp in self.rows))
         return [(rows, root) for rows, root, _ in self.rows]
 

@@ -237,10 +237,10 @@ def _all_weight_errors(
         return [_weight_errors(problem, spec, one, layers, numbers, sticks) for spec, one in pairs], 0, []
     probed, norms, probes = probed_weight_errors(problem, exact, curvatures, budget)
     notes = [] if probes else ["no error of weight blocks: a random product with each is beyond the limit"]
-    return [[_probed(layer, one, norms) for layer in exact.layers] for one in probed], probes, notes
+    return [[_read_probes(layer, one, norms) for layer in exact.layers] for one in probed], probes, notes
 
 
-def _probed(layer: LayerCurvature, found: Mapping[str, float], norms: Mapping[str, float]) -> Measured:
+def _read_probes(layer: LayerCurvature, found: Mapping[str, float], norms: Mapping[str, float]) -> Measured:
     name = layer.weight_name or ""
     error = found.get(name, math.nan)
     norm = math.nan if math.isnan(error) else norms.get(name, math.nan)
