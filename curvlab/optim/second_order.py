@@ -100,7 +100,7 @@ class SecondOrder(torch.optim.Optimizer):
         batchnorm: `"running"` for models with batch normalisation in training mode, which are refused
             without it: the gradient and the loss are those with the batch's statistics, and the curvature is
             that with the running ones, which a step updates once, as torch's own forward does. The
-            solution's notes and the optimizer's `repr` say so.
+            solution's notes and the optimizer's `repr` mention it.
         capture: steps of which the host reads nothing, and of which a graph of the device can therefore be
             made; True, or a `Capture` with the number of steps after which their checks are read (100). A
             step that fails writes nothing, nor does any after it; the reading raises what was wrong, with the
@@ -108,7 +108,7 @@ class SecondOrder(torch.optim.Optimizer):
             captured again where lr, alpha or momentum change. Residuals are not looked at.
 
     Where rounding stops a solve far from its solution (`stagnated` with a relative residual above 1e-2, as
-    in float32 near a stationary point) a `StagnationWarning` says so once; residuals are looked at in the
+    in float32 near a stationary point) a `StagnationWarning` is given once; residuals are looked at in the
     tenth step and in every hundredth. `on_solution`, if set, is called with every step's `Solution` before
     the parameters change. The model is used in the mode it is in; layers that are random in training mode
     are refused.
