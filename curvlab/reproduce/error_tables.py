@@ -25,7 +25,7 @@ from curvlab.report.numbers import MISSING, digits, join_names, percent
 from curvlab.report.tables import Entry, Table
 from curvlab.reproduce.error_statistics import INNER, PHASES, ROUNDING, averages, share_of, with_phases
 from curvlab.reproduce.error_trajectory import PROVIDERS, Sampling, Trajectory, errors_frame
-from curvlab.reproduce.experiment import Experiment, ExperimentTask, Outcome, rows_of
+from curvlab.reproduce.experiment import Experiment, ExperimentOutcome, ExperimentTask, rows_of
 from curvlab.reproduce.paper import paper_errors
 from curvlab.reproduce.subjects import Options, Role, Scale, subject, uninformed
 from curvlab.studies.small.errors import TOTAL
@@ -327,7 +327,7 @@ class ErrorTable(Experiment):
         """The loss of the uniform prediction over ten classes: the height of the plateau."""
         return uninformed(self.criterion)
 
-    def content(self, outcome: Outcome) -> Content:
+    def content(self, outcome: ExperimentOutcome) -> Content:
         """Averages beside the paper's, orderings with their intervals, and the trajectories."""
         frames, printed = outcome.frames, paper_errors(self.printed or self.name)
         length = self.length(outcome.options.scale)
@@ -429,7 +429,7 @@ def _ordering_section(shares: pd.DataFrame) -> Section:
     return Section("orderings", "The paper's orderings", text, tables=(share_table(shares),))
 
 
-def _settings_section(table: ErrorTable, outcome: Outcome, length: Length) -> Section:
+def _settings_section(table: ErrorTable, outcome: ExperimentOutcome, length: Length) -> Section:
     _, note = subject(table.role, table.criterion, 0, outcome.options)
     measured = "; ".join(
         f"{s.batch} examples at every {s.stride}th update" if s.stride > 1 else f"{s.batch} at every update"

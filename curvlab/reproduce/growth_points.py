@@ -46,7 +46,7 @@ from curvlab.measure.memory import Allocation, Tracker, collector_off, track
 from curvlab.measure.operations import counting
 from curvlab.problem import Problem
 from curvlab.providers import estimate
-from curvlab.reproduce.experiment import Places, Row, Show
+from curvlab.reproduce.experiment import Places, Row, ShowShare
 from curvlab.reproduce.growth_sweeps import ITERATIVE, SAMPLE_SPACE, SCALES, TEXTBOOK, Sizes, sweeps
 from curvlab.solvers import Solution, Solver, solve
 from curvlab.solvers.registry import solvers
@@ -103,7 +103,7 @@ class GrowthTask:
         """Build the problem."""
         _problem(self)
 
-    def run(self, places: Places, show: Show) -> None:
+    def run(self, places: Places, show: ShowShare) -> None:
         """Measure, unless the store has the row."""
         store = Store(places.store)
         if not self.finished(store):

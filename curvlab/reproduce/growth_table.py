@@ -27,12 +27,12 @@ from curvlab.report.tables import Entry, Table
 from curvlab.reproduce.experiment import (
     Claim,
     Experiment,
+    ExperimentOutcome,
     ExperimentTask,
     Frames,
     Judgement,
-    Outcome,
     Places,
-    Show,
+    ShowShare,
     not_measured,
     rows_of,
     verdict_of,
@@ -299,7 +299,7 @@ class CardQuestion:
     def prepare(self) -> None:
         """Nothing is needed: no data are read and no model is built."""
 
-    def run(self, places: Places, show: Show) -> None:
+    def run(self, places: Places, show: ShowShare) -> None:
         """Plan, and keep the answer as one row."""
         show(0.0, self.label)
         rows = card_frame(card=self.card).to_dict("records")
@@ -322,7 +322,7 @@ class GrowthTable(Experiment):
         answers = store.rows(CARD_KIND)
         return found | ({"card": pd.DataFrame(answers[-1]["rows"])} if answers else {})
 
-    def content(self, outcome: Outcome) -> Content:
+    def content(self, outcome: ExperimentOutcome) -> Content:
         """Exponents of time and space, the log-log points, and the card."""
         if "points" not in outcome.frames or "card" not in outcome.frames:
             return self.nothing(outcome)
