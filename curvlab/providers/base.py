@@ -461,7 +461,7 @@ class Chosen:
     @classmethod
     def of(cls, chosen: Sequence[str | Provider], problem: Problem) -> Chosen:
         """Look the providers up and let them check the problem, before any work is done."""
-        asked = [_with_name(spec) for spec in chosen]
+        asked = [_named(spec) for spec in chosen]
         for name, provider in asked:
             provider.check(problem, name)
         labels = [_label(spec, *given, problem) for spec, given in zip(chosen, asked, strict=True)]
@@ -508,7 +508,7 @@ class Chosen:
         ]
 
 
-def _with_name(spec: str | Provider) -> tuple[str, Provider]:
+def _named(spec: str | Provider) -> tuple[str, Provider]:
     """A provider under the text that asked for it, or its own text, or its class's name if unregistered."""
     instance = providers.make(spec)
     if not isinstance(instance, Provider):
@@ -529,7 +529,7 @@ def _label(spec: str | Provider, name: str, provider: Provider, problem: Problem
     if resolved == provider:
         return name
     if not isinstance(spec, str):
-        return _with_name(resolved)[0]
+        return _named(resolved)[0]
     parsed = parse(spec)
     own = {field.name: getattr(resolved, field.name) for field in fields(resolved)}
     found = {key: str(value) for key, value in own.items() if value != getattr(provider, key)}
@@ -545,7 +545,7 @@ def resolved_choice(spec: str | Provider, problem: Problem) -> str | Provider:
     >>> resolved_choice("pch-1", problem), resolved_choice("fisher", problem)
     ('pch-1[kind=rows,poseig=last]', 'fisher')
     """
-    name, provider = _with_name(spec)
+    name, provider = _named(spec)
     return _label(spec, name, provider, problem) if isinstance(spec, str) else provider.resolved(problem)
 
 

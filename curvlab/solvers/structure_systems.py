@@ -266,12 +266,12 @@ def _direction(state: _Parameter, system: Mapping[str, SolvedBlock]) -> LayerDir
 
 @dataclass(frozen=True, eq=False)
 class _OwnBasis:
-    """A block in its own basis, or the factor of a bias, with what solves its damped system."""
+    """A block in its own basis, or the factor of a bias with its inverse."""
 
     name: str
     block: EigenBlock | FactorBlock
-    solve: Callable[[Tensor], Tensor]
-    rank: int
+    damping: Damping
+    inverse: _DampedInverse | None
 
 
 @dataclass(frozen=True)
@@ -283,24 +283,25 @@ class EigenExact(_ByParameter):
     def prepare(self, layer: LayerCurvature, damping: Damping, gradient: LayerGradient) -> _OwnBasis:
         ((name, block),) = layer.blocks.items()
         if isinstance(block, FactorBlock):
-            inverse = _DampedInverse.of(block.factor, damping)
-            return _OwnBasis(
-                name, block, lambda x: inverse(x.reshape(-1)).reshape(x.shape), block.factor.rank_bound
-            )
+            return _OwnBasis(name, block, damping, _DampedInverse.of(block.factor, damping))
         assert isinstance(block, EigenBlock)
         if device.readable(block.example):
             smallest = damping.scale * float(block.smallest()) + damping.shift
             if not smallest > 0:
                 raise NotPositiveDefiniteError(smallest)
-        return _OwnBasis(name, block, lambda x: block.solve(x, damping.scale, damping.shift), block.numel)
+        return _OwnBasis(name, block, damping, None)
 
     def apply(self, state: object, gradient: LayerGradient) -> LayerDirection:
         assert isinstance(state, _OwnBasis)
         assert gradient.weight is not None
-        given = form_gradient(gradient.weight)
-        step = -state.solve(given)
-        system = {state.name: SolvedBlock(given, step, partial(state.block.matmul, step))}
-        return LayerDirection(step, None, BlockSystem({state.name: system}), "eigen", state.rank)
+        given, block, damping = form_gradient(gradient.weight), state.block, state.damping
+        if isinstance(block, EigenBlock):
+            step, rank = -block.solve(given, damping.scale, damping.shift), block.numel
+        else:
+            assert state.inverse is not None
+            step, rank = -state.inverse(given.reshape(-1)).reshape(given.shape), block.factor.rank_bound
+        system = {state.name: SolvedBlock(given, step, partial(block.matmul, step))}
+        return LayerDirection(step, None, BlockSystem({state.name: system}), "eigen", rank)
 
 
 class DampedBlocks(SymmetricOperator):
