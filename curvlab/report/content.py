@@ -42,6 +42,7 @@ from curvlab.report.tables import (
 from curvlab.report.training import runs, settings_words
 from curvlab.studies.compare.costs import disturbance_words
 from curvlab.studies.compare.decisions import Decision
+from curvlab.studies.compare.spectra import damping_rules
 from curvlab.studies.schema import extra_settings
 
 if TYPE_CHECKING:
@@ -337,7 +338,7 @@ def _ruled_words(spectra: pd.DataFrame, alpha: float) -> str:
     """In how many layers the damping is larger than every eigenvalue, by provider."""
     told = []
     for provider, own in spectra.groupby("provider", sort=False):
-        ruled = int(((1 - alpha) * own["largest"].astype(float) < alpha).sum())
+        ruled = sum(damping_rules(float(largest), alpha) for largest in own["largest"])
         told.append(f"{provider} in {ruled} of {len(own)}")
     return f"Layers in which the damping is larger than every eigenvalue: {'; '.join(told)}."
 

@@ -325,6 +325,7 @@ OPTIONAL: dict[str, type] = {
     "spec": str,
     "config": dict,
     "environment": dict,
+    "resolved": dict,
     "warnings": list,
     "notes": list,
     "traces": dict,
@@ -401,8 +402,10 @@ def _wrong_part(row: Row) -> str:
                 return f"{problem} (in `{name}`)"
     if problem := _wrong_traces(row.get("traces", {})):
         return problem
-    texts = (text for name in ("warnings", "notes") for text in row.get(name, ()))
-    return "" if all(isinstance(text, str) for text in texts) else "`warnings` or `notes` are not texts"
+    texts = [text for name in ("warnings", "notes") for text in row.get(name, ())]
+    texts += row.get("resolved", {}).values()
+    known = all(isinstance(text, str) for text in texts)
+    return "" if known else "`warnings`, `notes` or `resolved` are not texts"
 
 
 def _wrong_traces(traces: Row) -> str:
