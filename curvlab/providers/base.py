@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast, overload
 
 import torch
@@ -42,7 +42,7 @@ from curvlab.problem import Problem
 from curvlab.providers.example_rows import groups_of
 from curvlab.providers.sides import MAX_FACTOR, Sharing, Sides
 from curvlab.providers.statistics import Inputs, Means, OutputProducts, Statistic, Values, input_statistic
-from curvlab.specs import INTERFACE, Registry, Spec, check_choices, parse
+from curvlab.specs import INTERFACE, Registry, check_choices
 from curvlab.staleness import Versions
 
 if TYPE_CHECKING:
@@ -550,12 +550,7 @@ def _label(spec: str | Provider, name: str, provider: Provider, problem: Problem
     resolved = provider.resolved(problem)
     if resolved == provider:
         return name
-    if not isinstance(spec, str):
-        return _named(resolved)[0]
-    parsed = parse(spec)
-    own = {field.name: getattr(resolved, field.name) for field in fields(resolved)}
-    found = {key: str(value) for key, value in own.items() if value != getattr(provider, key)}
-    return str(Spec(parsed.name, parsed.fields | found))
+    return providers.label(resolved) if isinstance(spec, str) else _named(resolved)[0]
 
 
 def resolved_choice(spec: str | Provider, problem: Problem) -> str | Provider:
@@ -565,7 +560,7 @@ def resolved_choice(spec: str | Provider, problem: Problem) -> str | Provider:
     >>> image = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 1), torch.nn.Flatten(), torch.nn.Linear(2, 2))
     >>> problem = Problem(image, "cross-entropy", torch.ones(3, 1, 1, 1), torch.tensor([0, 1, 0]))
     >>> resolved_choice("pch-1", problem), resolved_choice("fisher", problem)
-    ('pch-1[kind=rows,poseig=last]', 'fisher')
+    ('pch[kind=rows,poseig=last]', 'fisher')
     """
     name, provider = _named(spec)
     return _label(spec, name, provider, problem) if isinstance(spec, str) else provider.resolved(problem)
