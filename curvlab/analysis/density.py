@@ -169,7 +169,7 @@ def density(
         top = nodes.topk(min(LEADING, len(nodes))).values
         per_probe, used = weights[None], 0
     else:
-        top, nodes, per_probe = _estimated(matrix, probes, steps, seed)
+        top, nodes, per_probe = _estimate_nodes(matrix, probes, steps, seed)
         weights, used = per_probe.mean(0), probes
     grid, smooth = _smoother(nodes, width, points)
     curves = smooth(per_probe)
@@ -198,7 +198,9 @@ def _all_eigenvalues(basis: Eigenbasis) -> tuple[Tensor, Tensor]:
     return torch.cat(values), count / count.sum()
 
 
-def _estimated(matrix: SymmetricMatrix, probes: int, steps: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+def _estimate_nodes(
+    matrix: SymmetricMatrix, probes: int, steps: int, seed: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """The largest eigenvalues, all nodes, and the weights of the nodes for each probe, (probes, nodes)."""
     size, like = matrix.size, matrix.like
     check_rows(matrix, probes, f"density(probes={probes:,})")
@@ -224,7 +226,7 @@ def _estimated(matrix: SymmetricMatrix, probes: int, steps: int, seed: int) -> t
     count, top, along = min(LEADING, size // 4), like.new_zeros(0), like.new_zeros(0, probes)
     vectors = runs[0].vectors
     if vectors is not None and count:
-        top, coefficients = leading_pairs(runs[0], count, LEADING_TOL)
+        top, coefficients = leading_pairs(runs[0], vectors[0], count, LEADING_TOL)
         along = coefficients @ (vectors[0] @ starts.T)
     rest = weights
     for value, shares in zip(top, along.square(), strict=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast, overload
 
 import torch
@@ -32,9 +32,8 @@ from curvlab.distributed.operators import join_operators
 from curvlab.distributed.statistics import JoinedStatistics
 from curvlab.exceptions import SpecError
 from curvlab.linalg import Factor
-from curvlab.linalg.execution import autocast_switched_off, full_precision
+from curvlab.linalg.execution import askable, autocast_switched_off, full_precision
 from curvlab.linalg.factors import DiagonalFactor, InputFactors
-from curvlab.linalg.pending import askable
 from curvlab.linalg.steps import Gradient
 from curvlab.measure import device as devices
 from curvlab.model.layers import Layer
@@ -43,7 +42,7 @@ from curvlab.problem import Problem
 from curvlab.providers.example_rows import groups_of
 from curvlab.providers.sides import MAX_FACTOR, Sharing, Sides
 from curvlab.providers.statistics import Inputs, Means, OutputProducts, Statistic, Values, input_statistic
-from curvlab.specs import INTERFACE, Registry, Spec, check_choices, parse
+from curvlab.specs import INTERFACE, Registry, check_choices
 from curvlab.staleness import Versions
 
 if TYPE_CHECKING:
@@ -551,12 +550,7 @@ def _label(spec: str | Provider, name: str, provider: Provider, problem: Problem
     resolved = provider.resolved(problem)
     if resolved == provider:
         return name
-    if not isinstance(spec, str):
-        return _named(resolved)[0]
-    parsed = parse(spec)
-    own = {field.name: getattr(resolved, field.name) for field in fields(resolved)}
-    found = {key: str(value) for key, value in own.items() if value != getattr(provider, key)}
-    return str(Spec(parsed.name, parsed.fields | found))
+    return providers.label(resolved) if isinstance(spec, str) else _named(resolved)[0]
 
 
 def resolved_choice(spec: str | Provider, problem: Problem) -> str | Provider:
@@ -566,7 +560,7 @@ def resolved_choice(spec: str | Provider, problem: Problem) -> str | Provider:
     >>> image = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 1), torch.nn.Flatten(), torch.nn.Linear(2, 2))
     >>> problem = Problem(image, "cross-entropy", torch.ones(3, 1, 1, 1), torch.tensor([0, 1, 0]))
     >>> resolved_choice("pch-1", problem), resolved_choice("fisher", problem)
-    ('pch-1[kind=rows,poseig=last]', 'fisher')
+    ('pch[kind=rows,poseig=last]', 'fisher')
     """
     name, provider = _named(spec)
     return _label(spec, name, provider, problem) if isinstance(spec, str) else provider.resolved(problem)
@@ -589,13 +583,15 @@ def _means(problem: Problem, stages: _Stages) -> dict[Statistic, Values]:
 def _stages(wanted: Sequence[Statistic]) -> list[tuple[Statistic, ...]]:
     """What is needed first, by how many passes come before it, and all that nothing needs with the last."""
     depths: dict[Statistic, int] = {}
+    needed: set[Statistic] = set()
 
     def depth(statistic: Statistic) -> int:
-        depths[statistic] = max((depth(needed) + 1 for needed in statistic.needs), default=0)
+        needs = statistic.needs
+        needed.update(needs)
+        depths[statistic] = max((depth(one) + 1 for one in needs), default=0)
         return depths[statistic]
 
     last = max((depth(statistic) for statistic in wanted), default=0)
-    needed = {one for statistic in depths for one in statistic.needs}
     places = {s: place if s in needed else last for s, place in depths.items()}
     stages = [tuple(s for s, place in places.items() if place == stage) for stage in range(last + 1)]
     return [stage for stage in stages if stage]
@@ -633,7 +629,6 @@ def estimate_jointly(
         means |= {statistic: found.values[statistic] for statistic in stage}
     bound = [statistic.bound(means) for statistic in last]
     joined = problem.join(communicator, bound, Means, gradient=gradient, loss=loss, settings=agreed)
-    assert joined.share is not None
     own = problem if joined.share else problem.empty_like()
     means |= {statistic: joined.values[statistic] for statistic in last}
     # What is made of one rank's own rows (matrix-free blocks) may fail there alone.

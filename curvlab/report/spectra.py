@@ -43,7 +43,7 @@ def _differs(path: Path, text: str) -> bool:
         return path.read_bytes() != text.encode()
     except FileNotFoundError:
         return False
-    except OSError:  # a folder, or what may not be read: setting it aside will say so
+    except OSError:  # a folder, or what may not be read: setting it aside raises the error
         return True
 
 
