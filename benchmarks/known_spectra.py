@@ -1,6 +1,6 @@
 """Known phenomena of Hessian spectra, checked by number on CIFAR-10 along training.
 
-    python -m benchmarks.known_spectra outliers edge [-o FOLDER] [--data-dir DIR] [--minutes 35]
+    python -m benchmarks.known_spectra outliers edge [-o FOLDER] [--data-dir DIR] [--minutes 35] [--tables]
 
 `outliers`: a convolutional network (tanh, 11,162 parameters for ten classes) on 1,000 images of the first K
 classes, trained by SGD with momentum. At some epochs the 15 largest eigenvalues of the whole Hessian H and of
@@ -16,7 +16,7 @@ what the other runs' start sharpens to in that time.
 
 One row per measurement goes to results.jsonl in the study's folder as it is made, with command and commit;
 runs whose last row is there are not made again. Float32, one thread. `--minutes` begins no run after so much
-processor time.
+processor time; `--tables` makes none and prints the report's tables from the rows that are there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from math import nan
 from pathlib import Path
+from statistics import mean, median
 from time import process_time
 from typing import Any
 
@@ -230,6 +232,80 @@ def measure(run: Run, data: Dataset) -> Iterator[Row]:
     return train_outliers(run, data) if isinstance(run, Outliers) else train_edge(run, data)
 
 
+# The tables of the report, from the rows.
+
+
+def table_of_outliers(rows: list[Row]) -> list[str]:
+    """One line for each network, labels and epoch, with its seeds side by side."""
+
+    def gap(row: Row) -> float:
+        pairs = zip(row["hessian"][: row["classes"]], row["gauss_newton"], strict=False)
+        return median(abs(h - g) / abs(h) for h, g in pairs)
+
+    lines = []
+    for (classes, labels, at), cells in _by_seed(rows, "classes", "labels", "at"):
+        first, second = ([c[f"outliers_{m}"] for c in cells] for m in ("hessian", "gauss_newton"))
+        rest = [abs(c["remainder"]) / c["hessian"][0] for c in cells]
+        shares = [
+            f"{100 * c['near_zero']:.1f} ({100 * c['negative']:.1f})" if "near_zero" in c else "–"
+            for c in cells
+        ]
+        lines.append(
+            f"| {classes}, {labels} | {at} | {mean(c['loss'] for c in cells):.2f} | {_texts(first, 'd')} | "
+            f"{_texts(second, 'd')} | {_texts([c['overlap'] for c in cells])} | {_texts(rest)} | "
+            f"{_texts([gap(c) for c in cells])} | {' '.join(shares)} |"
+        )
+    return lines
+
+
+def table_of_edge(rows: list[Row]) -> list[str]:
+    """One line for each learning rate, sharpness in units of 2/η."""
+    lines = []
+    for (rate,), cells in sorted(_by_seed([r for r in rows if r["at"] == 0], "rate")):
+        runs = [sorted(_run_of(rows, rate, cell["seed"]), key=lambda row: row["at"]) for cell in cells]
+        relative = [[row["sharpness"] * rate / 2 for row in run] for run in runs]
+        late = [
+            [x for row, x in zip(run, xs, strict=True) if row["at"] > 2 * TIME / rate / 3]
+            for run, xs in zip(runs, relative, strict=True)
+        ]
+        above = [
+            next((str(row["at"]) for row, x in zip(run, xs, strict=True) if x > 1), "never")
+            for run, xs in zip(runs, relative, strict=True)
+        ]
+        lines.append(
+            f"| {rate} | {2 / rate:g} | {_texts([xs[0] for xs in relative])} | "
+            f"{_texts([median(xs) if xs else nan for xs in late])} | {' '.join(above)} | "
+            f"{_texts([run[-1]['sharpness'] for run in runs], '.1f')} |"
+        )
+    return lines
+
+
+TABLES = {"outliers": table_of_outliers, "edge": table_of_edge}
+
+
+def _by_seed(rows: list[Row], *names: str) -> Iterator[tuple[tuple[Any, ...], list[Row]]]:
+    """The rows with equal values of these columns, in the order of their seeds."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in sorted(rows, key=lambda row: row["seed"]):
+        groups.setdefault(tuple(row[name] for name in names), []).append(row)
+    return iter(groups.items())
+
+
+def _run_of(rows: list[Row], rate: float, seed: int) -> list[Row]:
+    return [row for row in rows if (row["rate"], row["seed"]) == (rate, seed)]
+
+
+def _texts(values: list[Any], form: str = ".2f") -> str:
+    return " ".join(format(value, form) for value in values)
+
+
+def print_tables(folder: Path, study: str) -> None:
+    """The lines of one study, and how many rows of which commits they are from."""
+    rows = [json.loads(line) for line in (folder / study / "results.jsonl").read_text().splitlines()]
+    print(f"{study}: {len(rows)} rows of {', '.join(sorted({str(row['commit'])[:7] for row in rows}))}")
+    print("\n".join(TABLES[study](rows)))
+
+
 def main() -> None:
     """Make the runs that the folder does not have yet, and print their tables."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -237,7 +313,12 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, default=FOLDER)
     parser.add_argument("--data-dir", type=Path, help="folder of CIFAR-10")
     parser.add_argument("--minutes", type=float, default=35.0, help="begin no run after these")
+    parser.add_argument("--tables", action="store_true", help="print the report's tables and make no run")
     options = parser.parse_args()
+    if options.tables:
+        for study in options.studies:
+            print_tables(options.output, study)
+        return
     torch.set_num_threads(1)
     described = environment()
     data = dataset("cifar10").load(0, options.data_dir).given_as("images")

@@ -18,7 +18,9 @@ with 20 steps or less, there may be further ones: the gap is then the widest amo
 
 How many eigenvalues are negative is no question for quadrature where many lie about zero: a node stands for
 many of them, on either side. `negative_mass` of an estimate therefore counts from twice the Gaussian's own
-standard deviation on, a 125th of the range below zero; an exact density counts every negative one.
+standard deviation on, a 125th of the range below zero; an exact density counts every negative one. Its
+standard error, like the band, is that of the probes: how finely the steps resolve a bulk is not in it (0.115
+and 0.118 ± 0.004 with 80 steps, 0.108 ± 0.003 with 160, where 0.110 of 2,778 eigenvalues lie there).
 """
 
 from __future__ import annotations
