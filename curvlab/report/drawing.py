@@ -171,6 +171,7 @@ def _places(names: Iterable[str], known: Mapping[str, int]) -> dict[str, int]:
 
 FONT = 9.0
 WIDTH = 6.2  # inches of a figure that stands by itself: whole, and legible, on a phone too
+SMALL = 4.6  # of one whose text can be read on a phone, where 5 inches have its width
 LONGEST = 34
 LONGEST_PAIR = 42
 

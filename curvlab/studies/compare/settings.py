@@ -228,6 +228,21 @@ class Settings:
             self, providers=_distinct(providers, [resolved_choice(one, problem) for one in self.providers])
         )
 
+    def resolutions(self, problem: Problem) -> dict[str, str]:
+        """What each provider that was asked for by name is on this problem, for `resolved_as`."""
+        from curvlab.providers.base import resolved_choice
+
+        return {one: str(resolved_choice(one, problem)) for one in self.providers if isinstance(one, str)}
+
+    def resolved_as(self, known: Mapping[str, str]) -> Settings | None:
+        """The same from what these providers have turned out to be before; None where one of them has not."""
+        from curvlab.providers.registry import providers
+
+        try:
+            return replace(self, providers=_distinct(providers, [known[one] for one in self.providers]))  # type: ignore[index]
+        except (KeyError, SpecError):
+            return None
+
     def value(self, name: str) -> Any:
         """The value of a setting, whoever has added it."""
         return self.extra[name] if name in self.extra else getattr(self, name)
