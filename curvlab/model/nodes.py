@@ -30,8 +30,7 @@ import torch
 from torch import Tensor
 
 from curvlab.exceptions import ProblemError
-from curvlab.linalg.eigen import eigh
-from curvlab.linalg.execution import in_pieces
+from curvlab.linalg.execution import eigh, in_pieces
 
 __all__ = [
     "Cotangent",

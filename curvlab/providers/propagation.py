@@ -29,7 +29,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from curvlab.criteria import Criterion
 from curvlab.exceptions import ProblemError
 from curvlab.linalg import GramFactor
-from curvlab.linalg.pending import askable
+from curvlab.linalg.execution import askable
 from curvlab.model.nodes import Cotangent, CurvatureRoot, NodeInput
 from curvlab.model.recording import ChainRecording, GraphRecording, Recording
 from curvlab.providers.draws import draw_signs

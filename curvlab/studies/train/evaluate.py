@@ -20,7 +20,7 @@ from curvlab.data import Examples
 from curvlab.data.base import Batches
 from curvlab.distributed.agreement import agree
 from curvlab.distributed.communicator import LOCAL, Communicator, shard
-from curvlab.linalg.pending import collected
+from curvlab.linalg.execution import collected
 
 __all__ = ["Score", "evaluate"]
 
