@@ -67,6 +67,7 @@ __all__ = [
     "has_eigh",
     "host_costs",
     "in_float",
+    "in_float64",
     "in_full_precision",
     "in_pieces",
     "read_interval",
@@ -238,6 +239,18 @@ def without_reads() -> Iterator[None]:
         yield
     finally:
         _deferring.reset(token)
+
+
+def in_float64(tensor: Tensor) -> Tensor:
+    """`tensor` in float64; on the host where its device, as mps, has none.
+
+    >>> in_float64(torch.ones(1)).dtype
+    torch.float64
+    """
+    try:
+        return tensor.double()
+    except (TypeError, RuntimeError):
+        return tensor.cpu().double()
 
 
 def has_eigh(tensor: Tensor) -> bool:
