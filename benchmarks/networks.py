@@ -41,6 +41,7 @@ ROWS = (
 SOLVERS = ("kfi", "sm-kfi", "cg", "ea-cg", "exact")
 STEPS = 30
 LEARNING_RATE, ALPHA = 0.02, 0.1  # at 0.1 ea-cg diverges on the convolutional networks
+RATES = {"resnet8": 0.005}  # at 0.02 drawn labels diverge there, with cg, ea-cg and exact
 PROBES = 4
 WHERE = {"architecture": ARCHITECTURES, "criterion": CRITERIA, "batch": (32,), "device": base.DEVICES}
 
@@ -96,8 +97,9 @@ class Loss(base.Suite):
         self.batch = next(self.problem.batches())
         chosen = self.given["provider"], self.given["solver"]
         with skipping_what_does_not_exist():
+            rate = RATES.get(self.given["architecture"], LEARNING_RATE)
             self.optimizer = SecondOrder(
-                self.problem.model, self.problem.criterion, *chosen, lr=LEARNING_RATE, alpha=ALPHA
+                self.problem.model, self.problem.criterion, *chosen, lr=rate, alpha=ALPHA
             )
             self.optimizer.step(self.batch.inputs, self.batch.targets)
 
