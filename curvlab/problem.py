@@ -35,17 +35,15 @@ from curvlab.distributed.statistics import (
 from curvlab.exceptions import NoRowsError, ProblemError, SpecError, named_briefly, stacklevel_of_caller
 from curvlab.linalg.execution import FullPrecision, in_float
 from curvlab.linalg.steps import Gradient, add_decay
-from curvlab.model.example_gradients import example_gradients
+from curvlab.model.gradients import GradientMean, example_gradients, gradient_of
 from curvlab.model.layers import Chain, Layer, check_same_layers
 from curvlab.model.network import Inputs, Network, OutputChoice, tensors_of
 from curvlab.model.probe import record_and_probe
 from curvlab.model.recording import (
     AllWeightsZeroError,
     ChainRecording,
-    GradientMean,
     GraphRecording,
     Recording,
-    gradient_of,
     record,
 )
 from curvlab.specs import check_number

@@ -14,9 +14,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial, reduce
-from operator import add
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -26,7 +25,6 @@ from curvlab.criteria.base import AllWeightsZeroError, LossTerms
 from curvlab.exceptions import ProblemError
 from curvlab.linalg import GramFactor
 from curvlab.linalg.execution import FullPrecision
-from curvlab.linalg.steps import Gradient, RowGradient
 from curvlab.measure import device
 from curvlab.model.chain import KnownChain
 from curvlab.model.forward import Forward, check_finite, follow_forward, run_forward
@@ -41,12 +39,10 @@ from curvlab.staleness import example_hashes
 __all__ = [
     "AllWeightsZeroError",
     "ChainRecording",
-    "GradientMean",
     "GraphRecording",
     "KnownForward",
     "LayerRecord",
     "Recording",
-    "gradient_of",
     "record",
     "record_known",
 ]
@@ -660,42 +656,3 @@ def record_known(
     inputs_of = tuple(h.detach() for h in follower.inputs)
     outputs_of = tuple(z.detach() for z in follower.preactivations)
     return ChainRecording(network, terms, inputs, targets, known.chain, inputs_of, outputs_of)
-
-
-def gradient_of(recording: Recording) -> Gradient:
-    """The gradient of one batch, in factors where a layer sees one row per example."""
-    entries = {name: entry for record in recording.layers for name, entry in _entries(record).items()}
-    if isinstance(recording, GraphRecording):
-        entries |= recording.mean_gradients
-    return Gradient({name: entries[name] for layer in recording.layout for name in layer.names})
-
-
-@dataclass
-class GradientMean:
-    """The gradient over several batches, as running sums: no batch is held."""
-
-    sums: dict[str, Tensor] = field(default_factory=dict)
-    weights: list[Tensor] = field(default_factory=list)
-
-    def add(self, recording: Recording) -> None:
-        """Count a batch with its weight."""
-        weight = recording.total_weight
-        gradient = gradient_of(recording)
-        for name in gradient:
-            counted = gradient.view(name) * weight
-            self.sums[name] = counted if name not in self.sums else self.sums[name].add_(counted)
-        self.weights.append(weight)
-
-    def value(self) -> Gradient:
-        """The mean so far."""
-        weight = reduce(add, self.weights)
-        return Gradient({name: total / weight for name, total in self.sums.items()})
-
-
-def _entries(record: LayerRecord) -> dict[str, Tensor | RowGradient]:
-    entries: dict[str, Tensor | RowGradient] = {}
-    if record.layer.weight_name is not None:
-        entries[record.layer.weight_name] = RowGradient(record.gradients, record.inputs)
-    if record.layer.bias_name is not None:
-        entries[record.layer.bias_name] = record.gradients.mean
-    return entries

@@ -266,12 +266,12 @@ def _direction(state: _Parameter, system: Mapping[str, SolvedBlock]) -> LayerDir
 
 @dataclass(frozen=True, eq=False)
 class _OwnBasis:
-    """A block in its own basis, or the factor of a bias with its inverse."""
+    """A block in its own basis, or the factor of a bias, with what solves its damped system."""
 
     name: str
     block: EigenBlock | FactorBlock
-    damping: Damping
-    inverse: _DampedInverse | None
+    solve: Callable[[Tensor], Tensor]
+    rank: int
 
 
 @dataclass(frozen=True)
@@ -283,22 +283,19 @@ class EigenExact(_ByParameter):
     def prepare(self, layer: LayerCurvature, damping: Damping, gradient: LayerGradient) -> _OwnBasis:
         ((name, block),) = layer.blocks.items()
         if isinstance(block, FactorBlock):
-            return _OwnBasis(name, block, damping, _DampedInverse.of(block.factor, damping))
+            inverse, rank = _DampedInverse.of(block.factor, damping), block.factor.rank_bound
+            return _OwnBasis(name, block, lambda x: inverse(x.reshape(-1)).reshape(x.shape), rank)
         assert isinstance(block, EigenBlock)
         require_positive(damping.scale * block.smallest() + damping.shift)
-        return _OwnBasis(name, block, damping, None)
+        return _OwnBasis(name, block, lambda x: block.solve(x, damping.scale, damping.shift), block.numel)
 
     def apply(self, state: object, gradient: LayerGradient) -> LayerDirection:
         assert isinstance(state, _OwnBasis)
         assert gradient.weight is not None
-        given, block, damping = form_gradient(gradient.weight), state.block, state.damping
-        if isinstance(block, EigenBlock):
-            step, rank = -block.solve(given, damping.scale, damping.shift), block.numel
-        else:
-            assert state.inverse is not None
-            step, rank = -state.inverse(given.reshape(-1)).reshape(given.shape), block.factor.rank_bound
-        system = {state.name: SolvedBlock(given, step, partial(block.matmul, step))}
-        return LayerDirection(step, None, BlockSystem({state.name: system}), "eigen", rank)
+        given = form_gradient(gradient.weight)
+        step = -state.solve(given)
+        system = {state.name: SolvedBlock(given, step, partial(state.block.matmul, step))}
+        return LayerDirection(step, None, BlockSystem({state.name: system}), "eigen", state.rank)
 
 
 class DampedBlocks(SymmetricOperator):

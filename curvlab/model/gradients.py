@@ -1,4 +1,7 @@
-"""The gradient of every example by itself, ∇ξ_i, for any model, from one backward pass.
+"""The gradients of a batch: their mean over its examples, and that of every example by itself, ∇ξ_i.
+
+The mean is held in factors where a layer sees one row per example. Those of the examples take one backward
+pass of any model:
 
     weight   Σ_p g_ip h_ipᵀ        bias   Σ_p g_ip        over the positions p of example i
 
@@ -8,14 +11,19 @@ of the mean loss.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
+
 import torch
 from torch import Tensor
 
+from curvlab.linalg.steps import Gradient, RowGradient
 from curvlab.model.layers import Layer
-from curvlab.model.recording import ChainRecording, GraphRecording, Recording
+from curvlab.model.recording import ChainRecording, GraphRecording, LayerRecord, Recording
 from curvlab.model.watch import SeenWeight
 
-__all__ = ["example_gradients"]
+__all__ = ["GradientMean", "example_gradients", "gradient_of"]
 
 
 def example_gradients(recording: Recording) -> dict[str, Tensor]:
@@ -67,3 +75,42 @@ def _of_graph(recording: GraphRecording) -> dict[str, Tensor]:
         else torch.zeros_like(parameters[name]).expand(recording.examples, *parameters[name].shape).clone()
         for name in names
     }
+
+
+def gradient_of(recording: Recording) -> Gradient:
+    """The gradient of one batch, in factors where a layer sees one row per example."""
+    entries = {name: entry for record in recording.layers for name, entry in _entries(record).items()}
+    if isinstance(recording, GraphRecording):
+        entries |= recording.mean_gradients
+    return Gradient({name: entries[name] for layer in recording.layout for name in layer.names})
+
+
+@dataclass
+class GradientMean:
+    """The gradient over several batches, as running sums: no batch is held."""
+
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    weights: list[Tensor] = field(default_factory=list)
+
+    def add(self, recording: Recording) -> None:
+        """Count a batch with its weight."""
+        weight = recording.total_weight
+        gradient = gradient_of(recording)
+        for name in gradient:
+            counted = gradient.view(name) * weight
+            self.sums[name] = counted if name not in self.sums else self.sums[name].add_(counted)
+        self.weights.append(weight)
+
+    def value(self) -> Gradient:
+        """The mean so far."""
+        weight = reduce(add, self.weights)
+        return Gradient({name: total / weight for name, total in self.sums.items()})
+
+
+def _entries(record: LayerRecord) -> dict[str, Tensor | RowGradient]:
+    entries: dict[str, Tensor | RowGradient] = {}
+    if record.layer.weight_name is not None:
+        entries[record.layer.weight_name] = RowGradient(record.gradients, record.inputs)
+    if record.layer.bias_name is not None:
+        entries[record.layer.bias_name] = record.gradients.mean
+    return entries
