@@ -81,9 +81,18 @@ __all__ = [
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 DEVICES = ("cpu", "cuda", "mps", "xpu")
 OPERATORS = frozenset({"__matmul__", "__getitem__", "__call__"})
-# Methods that compute nothing, or see to it themselves where they do.
+# Methods that compute nothing, see to it themselves, or work in place, which autocast leaves alone.
 LOOKUPS = frozenset(
-    {"tensors", "factored", "shares_rows_with", "remember", "remember_recent", "unfactorised", "computed"}
+    {
+        "add_product_",
+        "computed",
+        "factored",
+        "remember",
+        "remember_recent",
+        "shares_rows_with",
+        "tensors",
+        "unfactorised",
+    }
 )
 P = ParamSpec("P")
 R = TypeVar("R")
