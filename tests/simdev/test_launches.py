@@ -16,13 +16,13 @@ from tests.simdev.device import Sim
 pytestmark = pytest.mark.device
 
 STEPS = {
-    ("chain", "pch-1", "ea-cg"): (836, 4),
-    ("chain", "pch-1", "kfi"): (533, 2),
-    ("chain", "fisher", "kfi"): (482, 2),
-    ("chain", "gauss-newton", "cg"): (1873, 4),
+    ("chain", "pch-1", "ea-cg"): (828, 4),
+    ("chain", "pch-1", "kfi"): (525, 2),
+    ("chain", "fisher", "kfi"): (470, 2),
+    ("chain", "gauss-newton", "cg"): (1865, 4),
     ("resnet8", "fisher", "ea-cg"): (1964, 6),
     ("resnet8", "fisher", "kfi"): (1162, 3),
-    ("resnet8", "fisher[positions=4]", "kfi"): (2991, 3),
+    ("resnet8", "fisher[positions=4]", "kfi"): (2025, 3),
 }
 """Launches and reads."""
 

@@ -48,6 +48,7 @@ import torch
 from torch import Tensor
 
 from curvlab.curvature import Curvature
+from curvlab.linalg.execution import collected
 from curvlab.linalg.steps import Gradient
 from curvlab.measure import device as devices
 from curvlab.measure.memory import Allocation, collector_off, peak_bytes, track
@@ -383,7 +384,11 @@ class Stopwatch:
 
         def prepared() -> list[object]:
             units.extend(solver_units(self.pair.solver, curvature, gradient))
-            return [unit.solver.prepare(unit.given, damping, unit.gradient) for unit in units]
+            with collected() as checks:  # read together, as a solve reads them
+                states = [unit.solver.prepare(unit.given, damping, unit.gradient) for unit in units]
+                if checks is not None:
+                    checks.read()
+            return states
 
         prepare, states = self._elapsed(prepared)
 
