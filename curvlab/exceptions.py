@@ -171,7 +171,7 @@ _BASELINE = "It is an optimizer, no curvature: train it beside the pairs with --
 USUAL_NAMES = {
     "kfac": _KFAC,
     "k-fac": _KFAC,
-    "ekfac": "EKFAC is the provider `fisher[structure=ekfac]` where that structure exists.",
+    "ekfac": "EKFAC is the provider `fisher[structure=ekfac]` with the solver `exact` here.",
     "ggn": _GGN,
     "gauss-newton-exact": _GGN,
     "kfra": "KFRA is the provider `gauss-newton` (kind=recursive) here.",
@@ -182,7 +182,9 @@ USUAL_NAMES = {
     "natural-gradient": "That is the provider `fisher[kind=exact]` with any solver here.",
     "newton": "Newton's step is the provider `hessian` with the solver `cg`; it is a control of `compare`.",
     "identity": "The gradient step is a control that every comparison measures: it needs no name.",
-    **{name: f"{_BASELINE}{name}." for name in ("adam", "adamw", "sgd", "lbfgs", "muon", "shampoo", "soap")},
+    **{name: f"{_BASELINE}{name}." for name in ("adam", "adamw", "sgd", "lbfgs", "muon")},
+    "shampoo": f"{_BASELINE}pytorch_optimizer:Shampoo (pip install pytorch-optimizer).",
+    "soap": f"{_BASELINE}pytorch_optimizer:SOAP (pip install pytorch-optimizer).",
 }
 """What other names of the field are called here."""
 

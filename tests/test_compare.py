@@ -13,13 +13,14 @@ import torch
 import curvlab
 from curvlab.exceptions import SpecError
 from curvlab.providers import Provider
+from curvlab.providers.base import resolved_choice
 from curvlab.providers.registry import providers
-from curvlab.studies.compare import directions, measurements
+from curvlab.studies.compare import directions, measurements, run
 from curvlab.studies.compare.columns import CELLS, CONVERGENCE, ERRORS, REPETITIONS, TRACES
 from curvlab.studies.compare.costs import Pair, usage
 from curvlab.studies.compare.directions import newton
 from curvlab.studies.compare.run import Comparison, compare, load_comparison, merge_comparisons
-from curvlab.studies.compare.settings import Settings
+from curvlab.studies.compare.settings import Settings, build
 from curvlab.studies.compare.spectra import Krylov
 from curvlab.studies.compare.tasks import Task
 from curvlab.studies.setup import Setup
@@ -41,6 +42,7 @@ def test_off_the_chain_rows_and_their_keys_name_what_auto_means(tmp_path):
     )
     problem = curvlab.Problem(model, "cross-entropy", torch.randn(6, 1, 3, 3), torch.arange(6) % 3)
     asked = ["pch-1", "pch[kind=rows,poseig=last]", "gauss-newton", "fisher"]
+    assert resolved_choice("pch-1", problem) == asked[1] == curvlab.estimate("pch-1", problem).provider
     compared = compare(problem, asked, ["kfi"], repetitions=1, output=tmp_path)
     named = ["pch[kind=rows,poseig=last]", "gauss-newton[kind=rows]", "fisher"]
     assert compared.cells["provider"].tolist() == named
@@ -261,6 +263,26 @@ def test_a_finished_comparison_is_not_run_again_and_more_repetitions_run_only_th
     assert counted(TINY, ["fisher[kind=empirical]"], ["kfi"], repetitions=3, output=tmp_path)[0] == 0
     assert counted(*ask, repetitions=1, alpha=0.1, output=tmp_path)[0] == 6 + 3
     assert counted(*ask, repetitions=1, output=tmp_path, fresh=True)[0] == 6 + 3
+
+
+@pytest.mark.slow
+def test_a_finished_comparison_is_shown_without_building_its_problem(tmp_path, monkeypatch):
+    image = Setup(
+        arch="lenet[image=1-8-8]", data="synthetic-images[image=1-8-8,classes=3,examples=40]", batch=4
+    )
+    asked = {"solvers": ["kfi"], "repetitions": 1, "at": ["init"], "batches": 1, "output": tmp_path}
+    first = compare(image, ["pch-1", "fisher"], **asked)
+    built = []
+    monkeypatch.setattr(run, "build", lambda subject: built.append(subject) or build(subject))
+    again = compare(image, ["pch-1", "fisher"], **asked)
+    assert built == []
+    assert again.cells.equals(first.cells)
+    assert again.config == first.config
+    assert again.cells["provider"].tolist() == ["pch[kind=rows,poseig=last]", "fisher"]
+    # Of a provider that was not asked for before it is not known what it is on this problem.
+    more = compare(image, ["pch-2", "fisher"], **asked)
+    assert len(built) == 1
+    assert more.cells["provider"].tolist() == ["pch-2[kind=rows,poseig=last]", "fisher"]
 
 
 def test_the_store_says_what_was_compared_and_loads_as_the_same_comparison(compared, folder):

@@ -19,6 +19,7 @@ from curvlab.report.comparison import shown
 from curvlab.report.content import content_of
 from curvlab.report.controls import Against, Beside, against_gradient
 from curvlab.report.pages import markdown_page
+from curvlab.report.tables import share_table
 from curvlab.studies.compare import directions
 from curvlab.studies.compare.directions import DescentBench, NewtonReference, predicted_decrease
 from curvlab.studies.compare.run import compare
@@ -202,9 +203,37 @@ def test_pairs_are_told_from_the_gradient_by_their_draws() -> None:
         ]
     )  # fmt: skip
     found = against_gradient(draws, "init")
-    assert found["better", "kfi"].angle == Beside(0.10, 0.30, 1.0, True)
-    assert found["equal", "kfi"].loss == Beside(0.21, 0.20, pytest.approx(1 / 3), False)
+    assert found["better", "kfi"].angle == Beside(0.10, 0.30, 1.0, True, 1.0)
+    assert found["equal", "kfi"].loss == Beside(0.21, 0.20, pytest.approx(1 / 3), False, 0.0)
     assert [pair[0] for pair, one in found.items() if one.beats] == ["better"]
+    table = share_table(found)
+    assert table.heads == (
+        "provider",
+        "solver",
+        "draws",
+        "closer to the Newton step than the gradient",
+        "lowers the loss more than the gradient",
+        "and that of another batch",
+        "closest of all pairs",
+        "lowers the loss the most of all pairs",
+    )
+    shown = {row[0].text: [entry.text for entry in row[2:]] for row in table.rows}
+    assert shown == {
+        "better": ["3", "100 %", "100 %", "100 %", "100 %", "100 %"],
+        "equal": ["3", "66.7 %", "33.3 %", "33.3 %", "0 %", "0 %"],
+    }
+
+
+def test_of_draws_in_which_two_are_equally_good_each_has_half() -> None:
+    draws = pd.DataFrame(
+        {"provider": ["identity", "a", "b"], "solver": ["", "s", "s"], "point": "init", "seed": 0, "draw": 0}
+        | {"sine": [0.5, 0.2, 0.2], "decrease": [0.1, 0.3, 0.4], "decrease_other": math.nan}
+    )
+    found = against_gradient(draws, "init")
+    assert [one.angle.first for one in found.values()] == [0.5, 0.5]
+    assert [one.loss.first for one in found.values()] == [0.0, 1.0]
+    # What is not known of anybody has no column.
+    assert "and that of another batch" not in share_table(found).heads
 
 
 @pytest.mark.slow

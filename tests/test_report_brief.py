@@ -52,6 +52,17 @@ def test_where_no_pair_beats_the_gradient_the_reasons_are_its_numbers() -> None:
     assert "the gradient step is 6.00 % from" in found.brief
     assert "lowers the loss of its batch by 30.0 %; the most by a pair, fine + s: 20.0 %" in found.brief
     assert "- The damping rules: α = 0.05 is more than the largest eigenvalue, 0.0390" in found.brief
+    assert "another batch" not in found.brief
+
+
+def test_a_pair_that_loses_on_another_batch_alone_is_said_to() -> None:
+    lost = Against(Beside(), Beside(0.2, 0.1, 1.0, True), Beside(-0.3, 0.05, 0.0, False), 3)
+    found = recommend(cells(), evidence=Evidence({("fine", "s"): lost, ("quick", "s"): lost}, draws=3))
+    assert found.headline.startswith("None of them: use the gradient.")
+    assert (
+        "the most by a pair, fine + s: 20.0 %. Of another batch that same step lowers the loss by -30.0 %, "
+        "the gradient step by 5.00 %."
+    ) in found.brief
 
 
 def test_the_only_pair_that_beats_the_gradient_is_not_called_the_only_one_that_finished() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import textwrap
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from curvlab import specs
-from curvlab.exceptions import CurvlabError, SpecError
+from curvlab.exceptions import USUAL_NAMES, CurvlabError, SpecError
 from curvlab.specs import Registry, Spec
 
 
@@ -428,3 +429,20 @@ def test_plugins_are_not_loaded_before_they_are_needed(plugin_group: str) -> Non
     registry.make(PCH())
     assert "pch" in repr(registry)
     assert "spec_plugin" not in sys.modules
+
+
+@pytest.mark.parametrize("name", sorted(USUAL_NAMES))
+def test_what_a_usual_name_is_called_here_exists(name: str) -> None:
+    from curvlab.providers.registry import providers
+    from curvlab.solvers.registry import solvers
+    from curvlab.studies.train.optimizers import optimizers
+
+    with pytest.raises(SpecError) as refused:
+        providers.make(name)
+    said = str(refused.value)
+    assert said.endswith(USUAL_NAMES[name])
+    named = set(re.findall(r"`([^`]+)`", USUAL_NAMES[name])) - {"compare"}
+    for text in named - set(solvers.names()):
+        providers.make(text)
+    if baseline := re.search(r"--baseline ([\w:]+)", said):
+        optimizers.make(baseline[1])

@@ -183,6 +183,16 @@ def _document(compared: Comparison, folder: Path, report: Path) -> dict[str, Any
     }
 
 
+def _shares(compared: Comparison) -> list[str]:
+    """How much of the parameters the two errors of the table speak for."""
+    from curvlab.report.numbers import percent
+
+    if not compared.coverage:
+        return []
+    bias, weight = (percent(compared.coverage[f"{of}_share"]) for of in ("bias", "weight"))
+    return [f"Bias blocks have {bias} of the parameters, weight blocks {weight}."]
+
+
 def show_comparison(compared: Comparison) -> None:
     """The table of cells, what to know of them, and the answer."""
     from curvlab.report.comparison import shown
@@ -191,7 +201,7 @@ def show_comparison(compared: Comparison) -> None:
     columns = cell_columns()
     show_rows(columns, [*compared.cells.to_dict("records"), *compared.controls.to_dict("records")])
     if compared.measured:
-        paragraph(" ".join(column.legend for column in columns if column.legend))
+        paragraph(" ".join([*(column.legend for column in columns if column.legend), *_shares(compared)]))
     if not compared.convergence.empty:
         last = race_ends(compared.convergence)
         show_rows(RACE if "seeds" in last else CONVERGENCE, last.to_dict("records"), {"epoch": "Epochs"})

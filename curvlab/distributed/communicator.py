@@ -233,7 +233,7 @@ class ProcessGroupCommunicator(Communicator):
         for indices in _by_dtype(tensors):
             flat = torch.cat([tensors[i].reshape(-1) for i in indices])
             dist.all_reduce(flat, group=self.group)
-            _put(result, indices, flat, [tuple(tensors[i].shape) for i in indices])
+            _put_tensors(result, indices, flat, [tuple(tensors[i].shape) for i in indices])
         return result
 
     def gather_rows(self, tensor: Tensor, counts: Sequence[int]) -> Tensor:
@@ -268,7 +268,7 @@ class ProcessGroupCommunicator(Communicator):
             else:
                 flat = torch.empty(sum(torch.Size(s).numel() for s in shapes), dtype=sent, device=device)
             dist.broadcast(flat, group=self.group, group_src=source)
-            _put(result, indices, flat.to(dtype), shapes)
+            _put_tensors(result, indices, flat.to(dtype), shapes)
         return result
 
     def first_rank(self, function: Callable[[], T]) -> T:
@@ -302,7 +302,7 @@ def _by_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _put(result: list[Tensor], indices: Sequence[int], flat: Tensor, shapes: Sequence[Shape]) -> None:
+def _put_tensors(result: list[Tensor], indices: Sequence[int], flat: Tensor, shapes: Sequence[Shape]) -> None:
     parts = flat.split([torch.Size(shape).numel() for shape in shapes])
     for index, part, shape in zip(indices, parts, shapes, strict=True):
         result[index] = part.reshape(shape)

@@ -29,6 +29,7 @@ from curvlab.linalg.factors import max_abs, nonzero_or_one
 __all__ = [
     "CGResult",
     "FunctionOperator",
+    "FunctionStack",
     "Outcome",
     "StackOperator",
     "SymmetricOperator",
@@ -86,17 +87,7 @@ class FunctionOperator(SymmetricOperator):
 
 
 class StackOperator(SymmetricOperator):
-    """One system for each entry of the first dimension, whose vectors are the rest of a tensor of three.
-
-    `product` is given as a function where a subclass has none of its own.
-    """
-
-    def __init__(self, product: Callable[[Tensor], Tensor] | None = None) -> None:
-        self.product = product
-
-    def matmul(self, x: Tensor) -> Tensor:
-        assert self.product is not None
-        return self.product(x)
+    """One system for each entry of the first dimension, whose vectors are the rest of a tensor of three."""
 
     def dot(self, x: Tensor, y: Tensor) -> Tensor:
         return (x * y).sum((1, 2), keepdim=True)
@@ -106,6 +97,16 @@ class StackOperator(SymmetricOperator):
 
     def spread(self, scalars: Tensor) -> Tensor:
         return scalars
+
+
+@dataclass(frozen=True, eq=False)
+class FunctionStack(StackOperator):
+    """A stack of systems, their product given as a function."""
+
+    product: Callable[[Tensor], Tensor]
+
+    def matmul(self, x: Tensor) -> Tensor:
+        return self.product(x)
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,7 +209,8 @@ def _iterate(
     # A NaN is not below anything: it goes on, to end as a breakdown.
     done = square <= enough
     squares, finished, curvatures = [square], [], []
-    free = in_pieces(rhs) and read_interval == 1
+    on_host = in_pieces(rhs)
+    free = on_host and read_interval == 1
     ended = _Ended(torch.zeros_like(done), torch.zeros_like(done))
     for k in range(max_iter):
         due = read_interval and k % read_interval == 0 and (k or free)
@@ -219,7 +221,7 @@ def _iterate(
         ap = matmul(p)
         pap = dot(p, ap)
         # Where reads are free and every pᵀAp > 0 (always, for a definite operator) no norm need be known.
-        if definite and not in_pieces(rhs):
+        if definite and not on_host:
             curvatures.append(pap)
         elif not free or not bool((pap > zero).all()):
             ended = ended.with_ends(~done, pap, _rounding(dot, p, ap))

@@ -283,10 +283,10 @@ def block_basis(block: Block) -> BlockBasis:
     return _plain_basis(block.shape, factor_basis(DenseFactor((dense + dense.T) / 2)))
 
 
-def _decomposable(block: Block) -> bool:
+def _is_decomposable(block: Block) -> bool:
     """Whether the basis of a block is cheap: it has factors, or is small."""
     if isinstance(block, ShiftedBlock):
-        return _decomposable(block.block)
+        return _is_decomposable(block.block)
     if isinstance(block, KroneckerBlock | ViewedBlock | FactorBlock):
         return True
     return block.numel <= (DENSE_OPERATOR_UP_TO if _has_operator(block) else DENSE_SUM_UP_TO)
@@ -332,7 +332,7 @@ class Eigenbasis:
     @classmethod
     def of(cls, blocks: Mapping[str, Block]) -> Eigenbasis | None:
         """The bases of all blocks; None where one has none."""
-        if not all(_decomposable(block) for block in blocks.values()):
+        if not all(_is_decomposable(block) for block in blocks.values()):
             return None
         return cls({name: block_basis(block) for name, block in blocks.items()})
 

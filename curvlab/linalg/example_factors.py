@@ -25,7 +25,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from curvlab.linalg.eigen import eigvalsh
+from curvlab.linalg.execution import eigvalsh
 from curvlab.linalg.factors import (
     DenseFactor,
     DiagonalFactor,
@@ -187,12 +187,12 @@ class ExampleFactor(Factor):
         weights = self.root * (y if self.mixing is None else self.mixing @ y)
         return torch.cat([part.combination(weights).reshape(-1) for part in self.parts])
 
-    def _signed(self, y: Tensor) -> Tensor:
+    def _apply_signs(self, y: Tensor) -> Tensor:
         return y if self.signs is None else self.signs * y
 
     def matmul(self, x: Tensor) -> Tensor:
         if x.ndim == 1:
-            return self.combination(self._signed(self.inner(x)))
+            return self.combination(self._apply_signs(self.inner(x)))
         return torch.stack([self.matmul(column) for column in x.unbind(1)], 1)
 
     def form(self) -> Tensor:
@@ -205,12 +205,12 @@ class ExampleFactor(Factor):
         return gram(rows.T) if self.signs is None else rows.T @ (self.signs[:, None] * rows)
 
     def trace(self) -> Tensor:
-        return self._signed(self.gram.diagonal()).sum()
+        return self._apply_signs(self.gram.diagonal()).sum()
 
     def diagonal(self) -> Tensor:
         if self.mixing is not None:
-            return (self._signed(self.form().T).T * self.form()).sum(0)
-        weights = self._signed(self.root.square())
+            return (self._apply_signs(self.form().T).T * self.form()).sum(0)
+        weights = self._apply_signs(self.root.square())
         return torch.cat([part.squares(weights).reshape(-1) for part in self.parts])
 
     def frobenius_norm(self) -> Tensor:
@@ -227,7 +227,7 @@ class ExampleFactor(Factor):
             return eigvalsh(self.to_dense())
         values, vectors = torch.linalg.eigh(self.gram)
         root = vectors * values.clamp(min=0).sqrt()
-        nonzero = eigvalsh(root.T @ self._signed(root.T).T) if self.signs is not None else values
+        nonzero = eigvalsh(root.T @ self._apply_signs(root.T).T) if self.signs is not None else values
         return torch.cat([nonzero.new_zeros(self.size - len(nonzero)), nonzero]).sort().values
 
     def diagonal_block(self, start: int, stop: int) -> Factor:

@@ -17,11 +17,9 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from curvlab.linalg.eigen import eigvalsh
 from curvlab.linalg.example_factors import ExampleFactor
-from curvlab.linalg.execution import FullPrecision
+from curvlab.linalg.execution import LEAST, FullPrecision, Limits, eigvalsh, require
 from curvlab.linalg.factors import DiagonalFactor, Factor, GramFactor, RankOneFactor
-from curvlab.linalg.pending import LEAST, Limits, require
 
 __all__ = [
     "DenseInverse",

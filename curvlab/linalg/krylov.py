@@ -115,18 +115,17 @@ def _inner(left: Tensor, right: Tensor) -> Tensor:
     return torch.stack([one @ other for one, other in zip(left, right, strict=True)])  # makes no product
 
 
-def leading_pairs(found: Tridiagonal, count: int, tol: float) -> tuple[Tensor, Tensor]:
+def leading_pairs(found: Tridiagonal, vectors: Tensor, count: int, tol: float) -> tuple[Tensor, Tensor]:
     """Up to `count` of the largest eigenvalues, as far as the first run has found them, and their vectors.
 
-    The vectors are given by their coefficients (k, steps + 1) in those of the run, V. These are not
+    The vectors are given by their coefficients (k, steps + 1) in the run's `vectors`, V. These are not
     orthogonal, so that T has an eigenvalue twice and, for some steps, another on the way there. Those of A on
     the span of V are not: with G = V Vᵀ, of which directions shorter than `SHORTEST` are left out, and
     A Vᵀ = Vᵀ T + β v eᵀ, which holds to rounding all the same, neither they nor their residuals r need a
     further product. Leading ones whose eigenvalue is known to `tol` of itself count: no eigenvalue is further
     away than r, nor than r²/δ with the next at a distance δ.
     """
-    assert found.vectors is not None
-    metric = gram_matrix(found.vectors[0])
+    metric = gram_matrix(vectors)
     recurrence = Tridiagonal(found.diagonal[:1].to(metric), found.off_diagonal[:1].to(metric), None)
     last = torch.zeros_like(metric[:1, :-1])
     last[0, -1] = recurrence.off_diagonal[0, -1]
@@ -138,8 +137,8 @@ def leading_pairs(found: Tridiagonal, count: int, tol: float) -> tuple[Tensor, T
     projected = basis.T @ metric[:-1] @ images
     values, rotation = torch.linalg.eigh((projected + projected.T) / 2)
     values, rotation = values.flip(0), rotation.flip(1)
-    vectors = torch.cat([basis @ rotation, torch.zeros_like(rotation[:1])]).T
-    rest = (images @ rotation).T - values[:, None] * vectors
+    coefficients = torch.cat([basis @ rotation, torch.zeros_like(rotation[:1])]).T
+    rest = (images @ rotation).T - values[:, None] * coefficients
     residuals = ((rest @ metric) * rest).sum(1).clamp(min=0).sqrt()
     gaps = torch.full_like(values, torch.inf)
     apart = (values[:-1] - values[1:]).abs()
@@ -147,7 +146,7 @@ def leading_pairs(found: Tridiagonal, count: int, tol: float) -> tuple[Tensor, T
     gaps = (gaps - residuals).clamp(min=torch.finfo(gaps.dtype).tiny)
     good = torch.minimum(residuals, residuals.square() / gaps) <= tol * values.abs()
     known = int(good[:count].int().cumprod(0).sum())  # no gap may hide one that was not found
-    return values[:known].to(found.diagonal), vectors[:known].to(found.diagonal)
+    return values[:known].to(found.diagonal), coefficients[:known].to(found.diagonal)
 
 
 def gram_matrix(rows: Tensor) -> Tensor:

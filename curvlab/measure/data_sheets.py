@@ -21,7 +21,7 @@ LAUNCH_SOURCE = (
 
 @dataclass(frozen=True)
 class DataSheet:
-    """Peaks of a device: operations a second in float32 and TF32, bytes a second, bytes of memory.
+    """Peaks of a device: operations per second in float32 and TF32, bytes per second, bytes of memory.
 
     `launch` and `read` are seconds that the host takes for one.
     """

@@ -40,8 +40,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, shape_wrapper
 
-from curvlab.linalg.execution import elsewhere
-from curvlab.linalg.pending import census
+from curvlab.linalg.execution import census, elsewhere
 
 __all__ = [
     "Flops",

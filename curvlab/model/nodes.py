@@ -30,8 +30,7 @@ import torch
 from torch import Tensor
 
 from curvlab.exceptions import ProblemError
-from curvlab.linalg.execution import in_pieces
-from curvlab.linalg.pending import askable
+from curvlab.linalg.execution import askable, in_pieces
 
 __all__ = [
     "Cotangent",

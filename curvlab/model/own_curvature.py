@@ -319,13 +319,13 @@ def own_curvature(node: NonlinearNode | FurtherNode, gradient: Tensor) -> OwnCur
 # ------------------------------------------------------------------------------------------ finding them
 
 
+@dataclass(eq=False)
 class FurtherFinder:
     """Finds further nodes among the calls whose own curvature a `NodeFinder` leaves out."""
 
-    def __init__(self, finder: NodeFinder) -> None:
-        self._finder = finder
-        self.nodes: list[FurtherNode | NonlinearNode] = []
-        self.unknown: dict[str, None] = {}
+    finder: NodeFinder
+    nodes: list[FurtherNode | NonlinearNode] = field(default_factory=list)
+    unknown: dict[str, None] = field(default_factory=dict)
 
     def before(
         self, base: str, args: tuple[Any, ...], kwargs: dict[str, Any], varying: Sequence[Tensor]
@@ -344,7 +344,7 @@ class FurtherFinder:
     def _node(
         self, base: str, args: tuple[Any, ...], kwargs: dict[str, Any], varying: Sequence[Tensor]
     ) -> FurtherNode | NonlinearNode | None:
-        rows = [self._finder.rows_of(tensor) for tensor in varying]
+        rows = [self.finder.rows_of(tensor) for tensor in varying]
         known = [one for one in rows if one is not None]
         if len(known) < len(rows):
             return None

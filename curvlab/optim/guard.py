@@ -16,9 +16,8 @@ from torch import Tensor
 
 from curvlab.exceptions import SolveError
 from curvlab.linalg import Step
-from curvlab.linalg.execution import deferring, in_pieces
+from curvlab.linalg.execution import Limits, deferring, in_pieces, require
 from curvlab.linalg.factors import max_abs
-from curvlab.linalg.pending import Limits, require
 from curvlab.linalg.steps import add_step
 from curvlab.solvers.solution import Solution, Status, check_parameters
 

@@ -36,12 +36,14 @@ from curvlab.report.tables import (
     mapping_table,
     point_table,
     scene_table,
+    share_table,
     spectrum_table,
     tuning_table,
 )
 from curvlab.report.training import runs, settings_words
 from curvlab.studies.compare.costs import disturbance_words
 from curvlab.studies.compare.decisions import Decision
+from curvlab.studies.compare.spectra import damping_rules
 from curvlab.studies.schema import extra_settings
 
 if TYPE_CHECKING:
@@ -330,14 +332,15 @@ def _spectrum_words(spectra: pd.DataFrame) -> str:
     for provider, own in spectra.groupby("provider", sort=False):
         largest, middle = float(own["largest"].max()), float(own["median"].median())
         named.append(f"{provider} {digits(largest)} and {digits(middle)}")
-    return f"The largest eigenvalue of a layer's curvature, and the median one: {'; '.join(named)}."
+    draws = "" if spectra.equals(_first_draw(spectra)) else ", over all batches"
+    return f"The largest eigenvalue of a layer's curvature, and the median one{draws}: {'; '.join(named)}."
 
 
 def _ruled_words(spectra: pd.DataFrame, alpha: float) -> str:
     """In how many layers the damping is larger than every eigenvalue, by provider."""
     told = []
     for provider, own in spectra.groupby("provider", sort=False):
-        ruled = int(((1 - alpha) * own["largest"].astype(float) < alpha).sum())
+        ruled = sum(damping_rules(float(largest), alpha) for largest in own["largest"])
         told.append(f"{provider} in {ruled} of {len(own)}")
     return f"Layers in which the damping is larger than every eigenvalue: {'; '.join(told)}."
 
@@ -381,7 +384,9 @@ def _points(comparison: Comparison) -> Section | None:
         for measure, question in measures
         if points[measure].notna().any()
     )
-    return Section("points", "On the way of training", "", drawings, folded=(point_table(points),))
+    return Section(
+        "points", "On the way of training", "", drawings, folded=(point_table(points, comparison.coverage),)
+    )
 
 
 def _change_words(points: pd.DataFrame, measure: str) -> str:
@@ -437,7 +442,7 @@ def _errors(comparison: Comparison) -> Section | None:
         "Error by layer",
         CURVATURE.definition,
         drawings=tuple(drawings),
-        folded=(error_table(errors),),
+        folded=(error_table(errors, comparison.coverage),),
     )
 
 
@@ -580,8 +585,11 @@ def _iterations_words(traces: pd.DataFrame) -> str:
 def _all_pairs(comparison: Comparison) -> Section:
     words = " ".join(measure.definition for measure in (CURVATURE, STEP, ANGLE, LOSS))
     text = f"Medians, with the interquartile range in brackets; the last rows are the controls. {words}"
-    table = cell_table(_with_controls(comparison), comparison.coverage)
-    return Section("pairs", "All numbers", text, tables=(table,))
+    tables = [cell_table(_with_controls(comparison), comparison.coverage)]
+    against = evidence_of(comparison).against
+    if any(one.draws > 1 for one in against.values()):
+        tables.append(share_table(against))
+    return Section("pairs", "All numbers", text, tables=tuple(tables))
 
 
 def _warnings(comparison: Comparison) -> Section | None:

@@ -29,6 +29,7 @@ from curvlab.report.pareto import Candidate
 from curvlab.studies.compare.costs import decide_times
 from curvlab.studies.compare.decisions import ALONE, Decision, below_control
 from curvlab.studies.compare.settings import Point
+from curvlab.studies.compare.spectra import damping_rules
 
 if TYPE_CHECKING:
     from curvlab.studies.compare.frames import Comparison
@@ -56,13 +57,15 @@ FALLS = 1e-4  # a decrease of the loss below this counts as this, a rise too
 class Beside:
     """One quantity of a pair beside the gradient's: medians over the draws, NaN where it is unknown.
 
-    `share` is that of the draws in which the pair is better, and `told` whether it is beyond the noise.
+    `share` is that of the draws in which the pair is better, and `told` whether it is beyond the noise;
+    `first` is the share of the draws in which it is the best of all pairs.
     """
 
     pair: float = math.nan
     gradient: float = math.nan
     share: float = math.nan
     told: bool = False
+    first: float = math.nan
 
     @property
     def known(self) -> bool:
@@ -141,17 +144,29 @@ def _all_beside(
     own, control = (0, 1) if smaller else (1, 0)
     ratios = {pair: (v[:, own] / v[:, control]).tolist() for pair, v in floored.items()}
     told = below_control(ratios, alone=alone)
+    first = _share_first(joined, name, smaller=smaller)
     return {
         pair: Beside(
             pair=float(np.median(values[:, 0])),
             gradient=float(np.median(values[:, 1])),
             share=float((values[:, own] < values[:, control]).mean()),
             told=told[pair],
+            first=first.get(pair, math.nan),
         )
         if len(values)
         else Beside()
         for pair, values in both.items()
     }
+
+
+def _share_first(joined: Mapping[str, pd.DataFrame], name: str, *, smaller: bool) -> dict[str, float]:
+    """The share of the draws in which each is the best, of those in which all are known; equal ones share."""
+    values = pd.DataFrame({pair: frame[name] for pair, frame in joined.items()})
+    values = values.dropna(axis=1, how="all").dropna()
+    ranks = (values if smaller else -values).rank(axis=1, method="min")
+    ahead = ranks.eq(1)
+    shares = ahead.div(ahead.sum(axis=1), axis=0).mean()
+    return {str(pair): float(share) for pair, share in shares.items()}
 
 
 def control_words(pairs: Sequence[Candidate], against: Mapping[Pair, Against]) -> list[str]:
@@ -197,7 +212,7 @@ class Damping:
     @property
     def rules(self) -> bool:
         """Whether α outweighs every eigenvalue, so that every damped step is nearly the gradient's."""
-        return (1 - self.alpha) * abs(self.largest) < self.alpha
+        return damping_rules(abs(self.largest), self.alpha)
 
 
 def damping_words(damping: Damping | None) -> list[str]:

@@ -509,6 +509,11 @@ def gradient_reasons(against: Mapping[Pair, Against]) -> list[str]:
             f"{step} lowers the loss of its batch by {percent(first.loss.gradient)}; the most by a pair, "
             f"{' + '.join(pair)}: {percent(known[pair].loss.pair)}."
         )
+        if known[pair].other.pair < first.other.gradient:
+            words.append(
+                f"Of another batch that same step lowers the loss by {percent(known[pair].other.pair)}, the "
+                f"gradient step by {percent(first.other.gradient)}."
+            )
     return words
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
@@ -24,6 +24,9 @@ from curvlab.studies.compare.columns import (
 )
 from curvlab.studies.schema import Column
 
+if TYPE_CHECKING:
+    from curvlab.report.controls import Against
+
 __all__ = [
     "Entry",
     "Table",
@@ -35,6 +38,7 @@ __all__ = [
     "mapping_table",
     "point_table",
     "scene_table",
+    "share_table",
     "spectrum_table",
     "table_of",
 ]
@@ -73,27 +77,62 @@ def cell_table(cells: pd.DataFrame, coverage: Mapping[str, float] | None = None)
 
 def _covering(columns: Sequence[Column], coverage: Mapping[str, float]) -> list[Column]:
     """The columns, those of errors with the share of the parameters that they speak for."""
-    shares = {
-        "error_total": "bias_share",
-        "error_relative": "bias_share",
-        "weight_relative": "weight_share",
-    }
     return [
-        replace(one, covers=f"{one.covers}, {percent(coverage[share])} of the parameters")
-        if (share := shares.get(one.name, "")) in coverage
+        replace(one, covers=", ".join(filter(None, (one.covers, _share_words(coverage[share])))))
+        if (share := SHARES.get(one.name, "")) in coverage
         else one
         for one in columns
     ]
 
 
-def error_table(errors: pd.DataFrame) -> Table:
+def _share_words(share: float) -> str:
+    return f"{percent(share)} of the parameters"
+
+
+SHARES = {
+    "error_total": "bias_share",
+    "error_relative": "bias_share",
+    "error": "bias_share",
+    "relative": "bias_share",
+    "weight_relative": "weight_share",
+    "weight_error": "weight_share",
+}
+"""What share of the parameters each error speaks for, all layers together."""
+
+
+def error_table(errors: pd.DataFrame, coverage: Mapping[str, float] | None = None) -> Table:
     """The numbers behind the heat map: of bias blocks from the absolute Hessian, of weight blocks from H."""
-    return table_of("Errors by layer: bias blocks from |H|, weight blocks from H, signed", errors, ERRORS)
+    caption = "Errors by layer: bias blocks from |H|, weight blocks from H, signed"
+    return table_of(caption, errors, _covering(ERRORS, coverage or {}))
 
 
-def point_table(points: pd.DataFrame) -> Table:
+def point_table(points: pd.DataFrame, coverage: Mapping[str, float] | None = None) -> Table:
     """Every pair and control at every point."""
-    return table_of("At every point", points, POINTS)
+    return table_of("At every point", points, _covering(POINTS, coverage or {}))
+
+
+def share_table(against: Mapping[tuple[str, str], Against]) -> Table:
+    """In how many draws each pair is better than the gradient step, and in how many the best of all."""
+    columns = (
+        Column("provider", "text", "provider"),
+        Column("solver", "text", "solver"),
+        Column("draws", "count", "draws"),
+        Column("angle", "percent", "closer to the Newton step than the gradient"),
+        Column("loss", "percent", "lowers the loss more than the gradient"),
+        Column("other", "percent", "and that of another batch"),
+        Column("first_angle", "percent", "closest of all pairs"),
+        Column("first_loss", "percent", "lowers the loss the most of all pairs"),
+    )
+    rows = [
+        {"provider": provider, "solver": solver, "draws": one.draws}
+        | {name: getattr(one, name).share for name in ("angle", "loss", "other")}
+        | {f"first_{name}": getattr(one, name).first for name in ("angle", "loss")}
+        for (provider, solver), one in against.items()
+    ]
+    caption = "In how many of the draws it holds (a draw is a seed and a batch)"
+    frame = pd.DataFrame(rows, columns=[column.name for column in columns])
+    known = [column for column in columns if column.is_text or frame[column.name].notna().any()]
+    return table_of(caption, frame, known)
 
 
 def spectrum_table(spectra: pd.DataFrame) -> Table:
@@ -175,10 +214,10 @@ def _number(column: Column, value: float, spread: float, unit: Unit | None) -> E
 
 
 def frame_table(caption: str, frame: pd.DataFrame) -> Table:
-    """A frame as it is: numbers to five digits, names of columns in words.
+    """A frame as it is: numbers to five digits, whole ones whole, names of columns in words.
 
-    >>> frame_table("Ends", pd.DataFrame({"largest_value": [0.5]})).rows[0][0].text
-    '0.50000'
+    >>> [row[0].text for row in frame_table("Ends", pd.DataFrame({"largest_value": [0.5, 2778.0]})).rows]
+    ['0.50000', '2,778']
     """
     numeric = tuple(pd.api.types.is_numeric_dtype(frame[name]) for name in frame)
     rows = tuple(
@@ -189,7 +228,8 @@ def frame_table(caption: str, frame: pd.DataFrame) -> Table:
 
 def _plain_entry(value: object) -> Entry:
     if isinstance(value, int | float):
-        return Entry(f"{value:,}" if isinstance(value, int) else digits(value, 5), float(value))
+        whole = float(value).is_integer() and abs(value) < 1e15
+        return Entry(f"{int(value):,}" if whole else digits(value, 5), float(value))
     return Entry(str(value))
 
 

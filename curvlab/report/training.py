@@ -95,7 +95,7 @@ def leaders(found: Sequence[Run], column: str = "") -> list[Run]:
     values = {run.optimizer: getattr(run, _BY_SEED[column]) for run in finite}
     if all(len(losses) > 1 for losses in values.values()):
         by_name = {run.optimizer: run for run in finite}
-        return [by_name[name] for name in decide(values, confidence=CONFIDENCE).group]
+        return [by_name[name] for name in decide(values, confidence=CONFIDENCE, independent=True).group]
     finite.sort(key=lambda run: float(getattr(run, column)))
     lowest = getattr(finite[0], column)
     return [run for run in finite if getattr(run, column) <= lowest + CLOSE * abs(lowest)]

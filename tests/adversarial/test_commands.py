@@ -93,12 +93,22 @@ class Surroundings:
 
 
 TRAIN = "train --data digits[train=50,test=20] --batch 20 --epochs 1"
+COMPARE = (
+    "compare --arch 64-8-10 --data digits[train=50,test=20] --batch 20 -p fisher -s kfi -r 1 --batches 1 "
+    "--at init"
+)
 SURROUNDINGS = {
     "standard output in cp1252": Surroundings(
         "{curvlab} list", 0, variables=(("PYTHONIOENCODING", "cp1252"),)
     ),
     "both streams in ASCII": Surroundings(
         f"{{curvlab}} {TRAIN} -o run", 0, "The run is in", (("PYTHONIOENCODING", "ascii"),)
+    ),
+    "a comparison in cp1252": Surroundings(
+        f"{{curvlab}} {COMPARE} -o run", 0, variables=(("PYTHONIOENCODING", "cp1252"),)
+    ),
+    "a comparison in ASCII": Surroundings(
+        f"{{curvlab}} {COMPARE} -o run", 0, variables=(("PYTHONIOENCODING", "ascii"),)
     ),
     "a reader that leaves": Surroundings("set -o pipefail; {curvlab} list | head -1", 1),
     "a full device": Surroundings("{curvlab} list >/dev/full", 1, "No space left"),

@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
-from curvlab.studies.schema import Column, extra_columns
+from curvlab.studies.schema import Column, ColumnKind, extra_columns
 from curvlab.studies.store import Row
 from curvlab.studies.train.plan import EPOCH, RATES
 
@@ -64,6 +64,14 @@ def _seconds(phase: str, short: str = "") -> tuple[Column, Column]:
     return median, spread
 
 
+def _drawn(
+    name: str, kind: ColumnKind, heading: str, *, short: str = "", covers: str = "", legend: str = ""
+) -> tuple[Column, Column]:
+    """The median over the draws, and its interquartile range."""
+    spread = Column(f"{name}_iqr", kind)
+    return Column(name, kind, heading, short, covers, spread.name, legend=legend), spread
+
+
 def _bytes(name: str, heading: str, short: str = "") -> Column:
     return Column(name, "bytes", heading, short=short, unit_of="peak_bytes")
 
@@ -78,31 +86,27 @@ CELLS = (
     _bytes("planned_bytes", "planned"),
     _bytes("held_bytes", "held"),
     Column("flops", "operations", "operations"),
-    Column(
+    *_drawn(
         "sine",
         "percent",
         "angle to the Newton step, sine",
         short="Angle",
-        spread="sine_iqr",
         legend="Angle: the distance that is left at the best scale, the sine of the angle between the steps.",
     ),
-    Column("sine_iqr"),
-    Column(
+    *_drawn(
         "decrease",
         "percent",
         "decrease of the loss, best step size",
         short="Loss",
-        spread="decrease_iqr",
         legend="Loss: by how much the step lowers the loss of its batch, at the best step size.",
     ),
-    Column("decrease_iqr"),
     Column("loss_left", "percent"),
-    Column("decrease_full", "percent", "decrease at step size 1"),
-    Column("decrease_other", "percent", "decrease on another batch"),
-    Column("rate", "number", "best step size"),
-    Column("predicted", "percent", "decrease that its own model predicts, step size 1"),
-    Column("error_total", "number", "error", covers=OF_BIASES),
-    Column(
+    *_drawn("decrease_full", "percent", "decrease at step size 1"),
+    *_drawn("decrease_other", "percent", "decrease on another batch"),
+    *_drawn("rate", "number", "best step size"),
+    *_drawn("predicted", "percent", "decrease that its own model predicts, step size 1"),
+    *_drawn("error_total", "number", "error", covers=OF_BIASES),
+    *_drawn(
         "error_relative",
         "percent",
         "relative error",
@@ -112,7 +116,7 @@ CELLS = (
         "‖B − |H|‖ / ‖|H|‖ (the paper's error; the same for every solver; of `hessian` itself no error but "
         "negative curvature).",
     ),
-    Column(
+    *_drawn(
         "weight_relative",
         "percent",
         "relative error",
@@ -120,14 +124,14 @@ CELLS = (
         covers=OF_WEIGHTS,
         legend="Weight: the same of its weight blocks, against H with its signs.",
     ),
-    Column(
+    *_drawn(
         "distance",
         "percent",
         "distance to the Newton step",
         short="Step",
         legend="Step: how far the pair's step is from the exact damped Newton step, ‖d − n‖ / ‖n‖.",
     ),
-    Column("cosine", "number", "cosine to the Newton step"),
+    *_drawn("cosine", "number", "cosine to the Newton step"),
     Column("newton_reason", "text"),
     Column("zero_step", "flag"),
     Column("iterations", "count", "iterations"),
@@ -154,24 +158,18 @@ DRAWN = (
 DRAWS = (
     *PAIR,
     *SCENE,
-    *(replace(column, short="") for column in CELLS if column.name in DRAWN),
+    *(replace(column, short="", spread="") for column in CELLS if column.name in DRAWN),
     Column("newton_reason", "text"),
 )
 """One row per pair or control (which has no solver) and scene."""
 
+AT_POINTS = ("error_relative", "weight_relative", "distance", "sine", "decrease", "decrease_other")
+
 POINTS = (
     *PAIR,
     Column("point", "text", "point"),
-    *(
-        replace(c, short="")
-        for c in CELLS
-        if c.name in ("error_relative", "weight_relative", "total_seconds")
-    ),
-    *(
-        replace(column, short="", spread="")
-        for column in CELLS
-        if column.name in ("distance", "sine", "decrease", "decrease_other")
-    ),
+    *(replace(column, short="") for column in CELLS if column.name.removesuffix("_iqr") in AT_POINTS),
+    *(replace(column, short="") for column in CELLS if column.name in ("total_seconds", "total_iqr")),
 )
 """One row per pair or control and point: medians over the draws."""
 
@@ -325,6 +323,7 @@ OPTIONAL: dict[str, type] = {
     "spec": str,
     "config": dict,
     "environment": dict,
+    "resolved": dict,
     "warnings": list,
     "notes": list,
     "traces": dict,
@@ -401,8 +400,10 @@ def _wrong_part(row: Row) -> str:
                 return f"{problem} (in `{name}`)"
     if problem := _wrong_traces(row.get("traces", {})):
         return problem
-    texts = (text for name in ("warnings", "notes") for text in row.get(name, ()))
-    return "" if all(isinstance(text, str) for text in texts) else "`warnings` or `notes` are not texts"
+    texts = [text for name in ("warnings", "notes") for text in row.get(name, ())]
+    texts += row.get("resolved", {}).values()
+    known = all(isinstance(text, str) for text in texts)
+    return "" if known else "`warnings`, `notes` or `resolved` are not texts"
 
 
 def _wrong_traces(traces: Row) -> str:

@@ -6,16 +6,26 @@ here of logarithms (`scale="ratio"`: times, losses, distances) or of the values 
 
     x_ab = log t_a − log t_b               one value per round
     m_ab = trimmed mean of x_ab            a fifth is cut off at either end, from 10 rounds on
-    interval = m_ab ± c · s_ab             s_ab: Yuen's standard error, from the winsorised variance
+    interval = m_ab ± c · √f · s_ab        s_ab: Yuen's standard error, from the winsorised variance
 
 Two differ where the interval of their difference leaves out 0. The factor c makes all intervals hold together
 with probability `confidence`: rounds are drawn again with replacement, the same ones for all pairs, and the
 largest deviation of a draw tells how many independent comparisons the pairs are worth, at most their number
 (Bonferroni's). Student's t with the degrees of freedom of the trimmed mean then gives c, because with few
 rounds the draws alone are too narrow. `confidence` is 0.98 by default: of two equal contestants one is
-preferred in about 2 of 100 comparisons, and heavy tails leave that below 5. Rounds are taken as independent:
-where each contestant's own slowness goes on into the next round, with a correlation of 0.3 or 0.6, 6 or 20
-of 100 equal ones are told apart. (What slows a whole round falls on all, and does no harm.)
+preferred in about 2 of 100 comparisons, and heavy tails leave that below 5.
+
+What slows a whole round falls on all, and does no harm. Where a contestant's own slowness goes on into the
+next round, n rounds say less than n independent ones, and f makes the intervals wider. With r the correlation
+of a contestant's place in its round with that in the round before, the mean over all k of them, winsorised,
+
+    ρ = (r + 1/n) / (1 − 3/n) + 1 / √(n (k − 1))       at least 0, at most 0.8
+    f = v / (1 − (v − 1)/(n − 1)),     v = 1 + 2 Σ (1 − j/n) ρ^j
+
+The first part of ρ corrects the bias of a correlation of few values. The second is its standard error, since
+the estimate may be too low. With f, 5 of 100 equal ones are told apart at a correlation of 0.6, without it 17
+to 35. It is one correlation for all: a single contestant that drifts among many goes unseen. With fewer than
+ten rounds nothing is known of r, and f is 1, as it is for rounds that are independent draws (seeds, batches).
 
 Against a control (`below_control`) rounds are draws, of which there are often three, too few for each
 contestant's own spread. With x_i the logarithms of contestant i over the control, n of them, and K of those
@@ -55,6 +65,8 @@ ERROR_RATE = 0.02
 ALONE = 0.25
 FEW = 3  # rounds: with fewer, their spread says nothing
 CHUNK = 4_000_000  # numbers that are drawn at a time
+CAUTION = 1.0  # standard errors that are added to the correlation of rounds
+STRONGEST = 0.8  # a stronger correlation is taken for this: there is hardly one independent round left
 
 Scale = Literal["ratio", "difference"]
 Numbers = NDArray[np.float64]
@@ -152,6 +164,7 @@ def decide(
     confidence: float = CONFIDENCE,
     draws: int = DRAWS,
     seed: int = 0,
+    independent: bool = False,
 ) -> Decision:
     """Compare contestants by what was measured of each in the same rounds; smaller is better.
 
@@ -162,6 +175,8 @@ def decide(
         confidence: of all intervals together.
         draws: how often the rounds are drawn again.
         seed: of the draws; equal data and seed give equal answers.
+        independent: whether rounds have nothing to do with each other, as seeds have not; moments of a
+            machine may have.
 
     >>> rounds = np.array([1.0, 1.3, 1.1, 0.9, 1.0, 1.2])
     >>> noise = np.array([1.01, 0.99, 1.0, 1.02, 0.98, 1.0])
@@ -185,7 +200,8 @@ def decide(
     order = np.argsort(located, kind="stable")
     ranked = _location(place[drawn], axis=1)
     first, second = np.triu_indices(count, 1)
-    differences = _differences(names, values, first, second, drawn, confidence, scale)
+    stretch = 1.0 if independent else math.sqrt(_inflation(values))
+    differences = _differences(names, values, first, second, drawn, confidence, scale, stretch)
     ordered = tuple(names[i] for i in order)
     best = ordered[0]
     smallest = np.bincount(ranked.argmin(axis=1), minlength=count) / draws
@@ -264,6 +280,7 @@ def _differences(
     drawn: NDArray[np.int64],
     confidence: float,
     scale: Scale,
+    stretch: float,
 ) -> dict[tuple[str, str], Difference]:
     """Both directions of every pair."""
     if not len(first):
@@ -274,7 +291,7 @@ def _differences(
     chunk = max(1, CHUNK // apart.size)
     draws = [drawn[i : i + chunk] for i in range(0, len(drawn), chunk)]
     located = np.concatenate([_location(apart[rows], axis=1) for rows in draws])
-    width = _factor(located, middle, rounds, pairs, confidence) * error
+    width = _factor(located, middle, rounds, pairs, confidence) * error * stretch
     found: dict[tuple[str, str], Difference] = {}
     shares = (located < 0).mean(axis=0) + (located == 0).mean(axis=0) / 2
     for a, b, m, w, share in zip(first, second, middle, width, shares, strict=True):
@@ -316,6 +333,25 @@ def _factor(located: Numbers, middle: Numbers, rounds: int, pairs: int, confiden
     return float(-stdtrit(freedom, (1 - confidence) / worth / 2))
 
 
+def _inflation(values: Numbers) -> float:
+    """By how much the correlation of successive rounds makes the variance of a mean larger than it looks."""
+    rounds, count = values.shape
+    if rounds < TRIMS_FROM:
+        return 1.0
+    place = _winsorised(values - np.median(values, axis=1, keepdims=True))
+    place = place - place.mean(axis=0)
+    moving = place.any(axis=0)
+    if not moving.any():
+        return 1.0
+    products, squares = (place[1:] * place[:-1]).sum(axis=0), (place**2).sum(axis=0)
+    measured = float((products[moving] / squares[moving]).mean())
+    known = (measured + 1 / rounds) / (1 - 3 / rounds) + CAUTION / math.sqrt(rounds * (count - 1))
+    correlation = min(max(known, 0.0), STRONGEST)
+    apart = np.arange(1, rounds)
+    variance = 1 + 2 * float(((1 - apart / rounds) * correlation**apart).sum())
+    return variance / (1 - (variance - 1) / (rounds - 1))
+
+
 def _cut(rounds: int) -> int:
     """How many values are cut off at either end."""
     return int(TRIMMED * rounds) if rounds >= TRIMS_FROM else 0
@@ -334,8 +370,14 @@ def _standard_error(values: Numbers) -> Numbers:
     rounds = len(values)
     if rounds < 2:
         return np.full(values.shape[1], np.inf)
-    cut = _cut(rounds)
-    ordered = np.sort(values, axis=0)
-    ordered[:cut], ordered[rounds - cut :] = ordered[cut], ordered[rounds - cut - 1]
-    error: Numbers = ordered.std(axis=0, ddof=1) / ((1 - 2 * cut / rounds) * math.sqrt(rounds))
+    kept = 1 - 2 * _cut(rounds) / rounds
+    error: Numbers = _winsorised(values).std(axis=0, ddof=1) / (kept * math.sqrt(rounds))
     return error
+
+
+def _winsorised(values: Numbers) -> Numbers:
+    """Each column with what a trimmed mean would cut off moved to the nearest value that it keeps."""
+    cut = _cut(len(values))
+    ordered = np.sort(values, axis=0)
+    bounded: Numbers = np.clip(values, ordered[cut], ordered[len(values) - 1 - cut])
+    return bounded

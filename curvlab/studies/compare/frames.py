@@ -242,7 +242,7 @@ class _Cells:
             **_named(pair),
             **({} if failed is None or row["status"] != "ok" else _failed_as(failed)),
             **medians,
-            **{f"{name}_iqr": _spread(rows, name) for name in ("sine", "decrease") if len(rows) > 1},
+            **{f"{name}_iqr": _spread(rows, name) for name in medians if len(rows) > 1},
             **self._seconds(pair),
             **self._errors(pair[0]),
             **({"loss_left": 1 - medians["decrease"]} if "decrease" in medians else {}),
@@ -260,7 +260,9 @@ class _Cells:
             if layer["layer"] == TOTAL
         ]
         names = {"error_total": "error", "error_relative": "relative", "weight_relative": "weight_relative"}
-        return {column: _median(totals, name) for column, name in names.items()} if totals else {}
+        medians = {column: _median(totals, name) for column, name in names.items() if totals}
+        spreads = {f"{column}_iqr": _spread(totals, name) for column, name in names.items() if totals}
+        return medians | spreads
 
     def _seconds(self, pair: tuple[str, str]) -> dict[str, float]:
         if self.times.empty:

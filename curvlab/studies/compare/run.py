@@ -226,10 +226,15 @@ class _FolderRows:
 def _begun(settings: Settings, rows: _Rows) -> tuple[Settings, Row]:
     """The settings as they are on the problem, and the row that says what is compared, and where.
 
-    A row that is there is taken as it is. Of a problem that does not fit into memory a note is made, and its
-    rows fail.
+    A row that is there is taken as it is, and where it says what the providers are on the problem, that is
+    not built. Of a problem that does not fit into memory a note is made, and its rows fail.
     """
     subject = settings.subject
+    found = (row for row in rows.rows() if row.get("kind") == "study" and row["key"] == settings.study)
+    row = next(found, None)
+    if row is not None and (known := settings.resolved_as(row.get("resolved", {}))) is not None:
+        return known, row
+    resolved: dict[str, str] = {}
     try:
         problem = build(subject)
     except (MemoryError, torch.OutOfMemoryError) as error:
@@ -239,11 +244,13 @@ def _begun(settings: Settings, rows: _Rows) -> tuple[Settings, Row]:
         if settings.checkpoint is not None:  # what does not fit ends the study, not each of its pairs
             load_weights(problem.model, settings.checkpoint)
             fresh(problem).gradient()
+        resolved = settings.resolutions(problem)
         settings = settings.on(problem)
-        device, notes = next(problem.model.parameters()).device, problem_notes(problem)
-    for row in rows.rows():
-        if row.get("kind") == "study" and row["key"] == settings.study:
+        if row is not None:
             return settings, row
+        device, notes = next(problem.model.parameters()).device, problem_notes(problem)
+    if row is not None:
+        return settings, row
     return settings, {
         "key": settings.study,
         "kind": "study",
@@ -251,6 +258,7 @@ def _begun(settings: Settings, rows: _Rows) -> tuple[Settings, Row]:
         "source": source_hash(),
         "config": settings.fields(),
         "environment": environment(device) | {"threads": settings.threads},
+        "resolved": resolved,
         "warnings": notes,
     }
 

@@ -31,7 +31,15 @@ from curvlab import defaults, imports
 from curvlab.exceptions import ArgumentError, SpecError, unknown_name
 from curvlab.measure.environment import source_hash
 from curvlab.specs import Registry
-from curvlab.studies.schema import Setting, extra_columns, extra_settings, setting, settings_of
+from curvlab.studies.schema import (
+    Setting,
+    check_epochs,
+    check_rate,
+    extra_columns,
+    extra_settings,
+    setting,
+    settings_of,
+)
 from curvlab.studies.setup import SETUP, Setup
 from curvlab.studies.store import key_of
 from curvlab.studies.train.plan import TRAIN_BATCH
@@ -220,6 +228,21 @@ class Settings:
             self, providers=_distinct(providers, [resolved_choice(one, problem) for one in self.providers])
         )
 
+    def resolutions(self, problem: Problem) -> dict[str, str]:
+        """What each provider that was asked for by name is on this problem, for `resolved_as`."""
+        from curvlab.providers.base import resolved_choice
+
+        return {one: str(resolved_choice(one, problem)) for one in self.providers if isinstance(one, str)}
+
+    def resolved_as(self, known: Mapping[str, str]) -> Settings | None:
+        """The same from what these providers have turned out to be before; None where one of them has not."""
+        from curvlab.providers.registry import providers
+
+        try:
+            return replace(self, providers=_distinct(providers, [known[one] for one in self.providers]))  # type: ignore[index]
+        except (KeyError, SpecError):
+            return None
+
     def value(self, name: str) -> Any:
         """The value of a setting, whoever has added it."""
         return self.extra[name] if name in self.extra else getattr(self, name)
@@ -230,8 +253,7 @@ class Settings:
 
     def _check(self) -> None:
         from curvlab.solvers import Mixed
-        from curvlab.studies.train.optimizers import check_rate, optimizers
-        from curvlab.studies.train.plan import check_epochs
+        from curvlab.studies.train.optimizers import optimizers
 
         for one in _own_and_extra():
             one.check(self.value(one.name))

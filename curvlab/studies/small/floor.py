@@ -36,7 +36,7 @@ CHECKED = (256, 128, 64, 10), 128
 
 @dataclass(frozen=True)
 class Rates:
-    """Operations and bytes a second, seconds a launch (on a CPU: an operation) and a read."""
+    """Operations and bytes per second, and seconds per launch (on a CPU: per operation) and per read."""
 
     name: str
     flops: float

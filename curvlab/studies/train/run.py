@@ -310,7 +310,7 @@ class TrainRun:
         self.data, self.model, self.criterion = agree(communicator, self._subject, on=self.device)
         self.stepper = self.plan.spec.build(self.model, self.criterion, communicator)
         self.rates = [float(group["lr"]) for group in self.stepper.param_groups]
-        self.evaluated = self._evaluated()
+        self.evaluated = self._evaluation_examples()
         self.epoch = self.steps = 0
         self.closed_seconds = self.closed_cpu = 0.0
         self.last_loss = nan
@@ -327,7 +327,7 @@ class TrainRun:
         # One function for all optimizers: layers that are random in training mode stay quiet.
         return data, self.plan.build_model().eval(), setup.build_criterion()
 
-    def _evaluated(self) -> Examples:
+    def _evaluation_examples(self) -> Examples:
         return self.data.train.at_most(self.plan.evaluate_examples, self.plan.setup.seed)
 
     @cached_property
