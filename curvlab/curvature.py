@@ -402,7 +402,7 @@ class Curvature(FullPrecision):
             return NotImplemented
         mine, theirs = ({n: kind_of(b) for n, b in one._blocks.items()} for one in (self, other))
         if mine != theirs:
-            only = sorted({*mine.items()} ^ {*theirs.items()})[:4]
+            only = sorted({*mine.items()} ^ {*theirs.items()}, key=str)[:4]
             raise ArgumentError(
                 f"`{self.provider}` + `{other.provider}`: they are of different parameters, as {only} shows; "
                 f"expected the same names, shapes, dtype and device. Take .select([…]) or .to(…) of both"

@@ -115,7 +115,10 @@ MISTAKES: dict[str, tuple[Call, tuple[str, ...]]] = {
         lambda: curvlab.Problem(net(), "cross-entropy", [(X[:4], Y[:4]), (X[:0], Y[:0])]).gradient(),
         ("batch 1", "(0, 5)"),
     ),
-    "a refilled buffer": (lambda: refilled().gradient(), ("overwritten", "new tensor")),
+    "a refilled buffer": (
+        lambda: curvlab.estimate("fisher", refilled()),
+        ("overwritten", "new tensor"),
+    ),
     "batches that are none": (lambda: curvlab.keep_batches(3), ("int", "batches")),  # type: ignore[arg-type]
     "batches of None": (lambda: curvlab.keep_batches(None), ("NoneType",)),  # type: ignore[arg-type]
     "a text for batches": (lambda: curvlab.keep_batches("abc"), ("str", "batches")),
