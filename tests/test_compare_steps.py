@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pandas as pd
 import pytest
+import rich.progress
 import torch
 from safetensors.torch import save_file
 from torch import nn
@@ -211,11 +214,11 @@ def test_pairs_are_told_from_the_gradient_by_their_draws() -> None:
         "provider",
         "solver",
         "draws",
-        "closer to the Newton step than the gradient",
-        "lowers the loss more than the gradient",
-        "and that of another batch",
+        "closer to Newton than the gradient",
+        "lower loss than the gradient",
+        "on another batch",
         "closest of all pairs",
-        "lowers the loss the most of all pairs",
+        "lowest loss of all pairs",
     )
     shown = {row[0].text: [entry.text for entry in row[2:]] for row in table.rows}
     assert shown == {
@@ -233,7 +236,7 @@ def test_of_draws_in_which_two_are_equally_good_each_has_half() -> None:
     assert [one.angle.first for one in found.values()] == [0.5, 0.5]
     assert [one.loss.first for one in found.values()] == [0.0, 1.0]
     # What is not known of anybody has no column.
-    assert "and that of another batch" not in share_table(found).heads
+    assert "on another batch" not in share_table(found).heads
 
 
 @pytest.mark.slow
@@ -320,6 +323,39 @@ def test_a_comparison_shows_itself() -> None:
     with pytest.raises(Exception, match="Did you mean `pareto`"):
         found.figure("paretto")
     assert "srcdoc=" in found._repr_html_()
+
+
+def test_a_notebook_shows_how_far_a_comparison_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown_so_far: list[tuple[int, int]] = []
+
+    class Bar:
+        """Stands for the bar of rich, which a notebook would draw."""
+
+        def __init__(self, *, transient: bool) -> None:
+            assert transient
+
+        def __enter__(self) -> Bar:
+            return self
+
+        def __exit__(self, *ended: object) -> None:
+            pass
+
+        def add_task(self, words: str, total: int | None) -> str:
+            assert total is None
+            return words
+
+        def update(self, task: str, *, completed: int, total: int) -> None:
+            assert task == "curvlab compare"
+            shown_so_far.append((completed, total))
+
+    monkeypatch.setattr(rich.progress, "Progress", Bar)
+    curvlab.compare(problem(), ["fisher"], ["kfi"], repetitions=1, alphas=())
+    assert shown_so_far == []  # a script has its own output
+    monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
+    curvlab.compare(problem(), ["fisher"], ["kfi"], repetitions=1, alphas=())
+    done, totals = zip(*shown_so_far, strict=True)
+    assert done == tuple(range(totals[0] + 1))
+    assert len(set(totals)) == 1
 
 
 @pytest.mark.slow

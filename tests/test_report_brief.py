@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from curvlab.report.controls import Against, Beside, Damping, Evidence
-from curvlab.report.pareto import Candidate, best_by_price
+from curvlab.report.pareto import Candidate, best_by_price, front
 from curvlab.report.recommendation import recommend
 from curvlab.studies.compare.decisions import decide
 
@@ -60,8 +60,8 @@ def test_a_pair_that_loses_on_another_batch_alone_is_said_to() -> None:
     found = recommend(cells(), evidence=Evidence({("fine", "s"): lost, ("quick", "s"): lost}, draws=3))
     assert found.headline.startswith("None of them: use the gradient.")
     assert (
-        "the most by a pair, fine + s: 20.0 %. Of another batch that same step lowers the loss by -30.0 %, "
-        "the gradient step by 5.00 %."
+        "the most by a pair, fine + s: 20.0 %. On another batch the loss goes up by 30.0 % along that same "
+        "step, down by 5.00 % along the gradient step."
     ) in found.brief
 
 
@@ -135,3 +135,32 @@ def test_the_suggestion_is_the_same_whatever_the_noise_of_the_times(noise: float
     assert answers == {"fine"}, (
         "the price of both is equal within the noise: the lowest one is now this, now that"
     )
+
+
+@pytest.mark.parametrize("noise", [0.01, 0.1, 0.15])
+def test_noise_does_not_make_a_bargain_of_a_pair_that_is_none(noise: float) -> None:
+    generator = np.random.default_rng(0)
+    answers = []
+    for _ in range(50):
+        rounds = np.exp(noise * generator.standard_normal((15, 2)))
+        # Twice as accurate at 5.2 times the cost: a price of 2.6, beyond 2 whatever the interval says.
+        times = {"quick + s": rounds[:, 0].tolist(), "fine + s": (5.2 * rounds[:, 1]).tolist()}
+        decided = (decide(times),)
+        cost = {name: float(np.median(values)) for name, values in times.items()}
+        quick = Candidate("quick", "s", cost["quick + s"], 0.1, 0.4, decided)
+        fine = Candidate("fine", "s", cost["fine + s"], 0.1, 0.2, decided)
+        answers.append(best_by_price([quick, fine], [quick, fine], price)[0].provider)
+    assert answers == ["quick"] * 50
+
+
+def test_of_level_pairs_the_more_accurate_is_named_first_whichever_was_quicker_this_time() -> None:
+    for costs in ((1.0, 1.01), (1.01, 1.0)):
+        rough, fine = (
+            Candidate(name, "s", cost, 0.05, error)
+            for name, cost, error in zip(("rough", "fine"), costs, (0.7569, 0.7563), strict=True)
+        )
+        ahead = front([rough, fine])
+        assert [pair.provider for pair in best_by_price([rough, fine], ahead, price)] == ["fine", "rough"]
+    # Of equals the cheapest.
+    twins = [Candidate(name, "s", cost, 0.05, 0.5) for name, cost in (("slow", 1.02), ("quick", 1.0))]
+    assert best_by_price(twins, front(twins), price)[0].provider == "quick"

@@ -362,7 +362,4 @@ def shard(count: int, rank: int, ranks: int) -> slice:
 
 def rank_batches(batches: Batches, rank: int, ranks: int) -> Iterator[tuple[Tensor, Tensor]]:
     """A rank's shard of every batch; the other rows are not read."""
-    for index in range(batches.start, batches.start + len(batches)):
-        first = index * batches.batch_size
-        chosen = batches.order[first : first + batches.batch_size]
-        yield batches.examples.batch(chosen[shard(len(chosen), rank, ranks)])
+    return batches.parts(lambda count: shard(count, rank, ranks))

@@ -30,6 +30,7 @@ __all__ = [
     "CGResult",
     "FunctionOperator",
     "FunctionStack",
+    "Iterating",
     "Outcome",
     "StackOperator",
     "SymmetricOperator",
@@ -143,7 +144,7 @@ def conjugate_gradients(
     ([1.0, 0.25], [2])
     """
     (result,) = iterate_together(
-        [_iterate(operator, rhs, max_iter, tol, read_interval, start, precondition, definite)]
+        [iterate(operator, rhs, max_iter, tol, read_interval, start, precondition, definite)]
     )
     return result
 
@@ -178,13 +179,6 @@ def iterate_together(iterations: Sequence[Iterating]) -> list[CGResult]:
 
 
 def iterate(
-    operator: SymmetricOperator, rhs: Tensor, *, max_iter: int, tol: float, read_interval: int, definite: bool
-) -> Iterating:
-    """`conjugate_gradients` from zero, for `iterate_together`."""
-    return _iterate(operator, rhs, max_iter, tol, read_interval, None, None, definite)
-
-
-def _iterate(
     operator: SymmetricOperator,
     rhs: Tensor,
     max_iter: int,
@@ -194,6 +188,7 @@ def _iterate(
     precondition: Callable[[Tensor], Tensor] | None,
     definite: bool,
 ) -> Iterating:
+    """`conjugate_gradients`, for `iterate_together`."""
     matmul, dot, spread = operator.matmul, operator.dot, operator.spread
     b, scale = _normalise(operator, rhs)
     x = torch.zeros_like(b) if start is None else start / spread(scale)

@@ -27,6 +27,7 @@ from curvlab.linalg.blocks import (
     ViewedBlock,
 )
 from curvlab.linalg.example_factors import ExampleFactor
+from curvlab.linalg.execution import eigh
 from curvlab.linalg.factors import DenseFactor, DiagonalFactor, Factor, GramFactor, RankOneFactor
 from curvlab.linalg.views import MatrixView
 
@@ -111,7 +112,7 @@ def factor_basis(factor: Factor) -> FactorBasis:
 
 
 def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    values, vectors = torch.linalg.eigh(matrix)
+    values, vectors = eigh(matrix)
     return values, vectors
 
 

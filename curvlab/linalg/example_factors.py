@@ -25,7 +25,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from curvlab.linalg.execution import eigvalsh
+from curvlab.linalg.execution import eigh, eigvalsh
 from curvlab.linalg.factors import (
     DenseFactor,
     DiagonalFactor,
@@ -225,7 +225,7 @@ class ExampleFactor(Factor):
     def _eigvalsh(self) -> Tensor:
         if not self.narrow:
             return eigvalsh(self.to_dense())
-        values, vectors = torch.linalg.eigh(self.gram)
+        values, vectors = eigh(self.gram)
         root = vectors * values.clamp(min=0).sqrt()
         nonzero = eigvalsh(root.T @ self._apply_signs(root.T).T) if self.signs is not None else values
         return torch.cat([nonzero.new_zeros(self.size - len(nonzero)), nonzero]).sort().values
@@ -339,11 +339,11 @@ def _join(plus: ExampleFactor, minus: ExampleFactor) -> ExampleFactor:
 
 def _signed_eigenvectors(kernel: Tensor, signs: Tensor) -> tuple[Tensor, Tensor]:
     """T and λ with Vᵀ diag(s) V = Σ_a λ_a q_a q_aᵀ, the q_a = Vᵀ T_a orthonormal, for rows with VVᵀ = K."""
-    squares, vectors = torch.linalg.eigh(kernel)
+    squares, vectors = eigh(kernel)
     # A dropped direction has root 0 and stays, with λ = 0: which ones these are is not read.
     held = squares > DROPPED * squares[-1]
     roots = torch.where(held, squares, 0).sqrt()
     inverse = torch.where(held, 1 / torch.where(held, roots, 1), 0)
     inner = (vectors * signs[:, None]).T @ vectors * torch.outer(roots, roots)
-    values, turn = torch.linalg.eigh((inner + inner.T) / 2)
+    values, turn = eigh((inner + inner.T) / 2)
     return (vectors * inverse) @ turn, values

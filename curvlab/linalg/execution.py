@@ -67,6 +67,7 @@ __all__ = [
     "has_eigh",
     "host_costs",
     "in_float",
+    "in_float64",
     "in_full_precision",
     "in_pieces",
     "read_interval",
@@ -80,9 +81,18 @@ __all__ = [
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 DEVICES = ("cpu", "cuda", "mps", "xpu")
 OPERATORS = frozenset({"__matmul__", "__getitem__", "__call__"})
-# Methods that compute nothing, or see to it themselves where they do.
+# Methods that compute nothing, see to it themselves, or work in place, which autocast leaves alone.
 LOOKUPS = frozenset(
-    {"tensors", "factored", "shares_rows_with", "remember", "remember_recent", "unfactorised", "computed"}
+    {
+        "add_product_",
+        "computed",
+        "factored",
+        "remember",
+        "remember_recent",
+        "shares_rows_with",
+        "tensors",
+        "unfactorised",
+    }
 )
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -229,6 +239,18 @@ def without_reads() -> Iterator[None]:
         yield
     finally:
         _deferring.reset(token)
+
+
+def in_float64(tensor: Tensor) -> Tensor:
+    """`tensor` in float64; on the host where its device, as mps, has none.
+
+    >>> in_float64(torch.ones(1)).dtype
+    torch.float64
+    """
+    try:
+        return tensor.double()
+    except (TypeError, RuntimeError):
+        return tensor.cpu().double()
 
 
 def has_eigh(tensor: Tensor) -> bool:

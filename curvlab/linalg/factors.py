@@ -470,7 +470,8 @@ class GramFactor(Factor):
         return self.rows.T @ (self.root.square()[:, None] * (self.rows @ x))
 
     def add_product_(self, target: Tensor, rows: Tensor, scale: float) -> None:
-        target.addmm_((rows @ self.rows.T).mul_(self.root.square()), self.rows, alpha=scale)
+        along = in_full_precision(lambda: rows @ self.rows.T)
+        target.addmm_(along.mul_(self.root.square()), self.rows, alpha=scale)
 
     def to_dense(self) -> Tensor:
         return self.remember("dense", lambda: gram(self.scaled_rows().T))

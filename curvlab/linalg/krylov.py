@@ -23,7 +23,7 @@ from torch import Tensor
 
 from curvlab.linalg.eigenbases import Which
 from curvlab.linalg.estimators import PIECE, gaussian_rows
-from curvlab.linalg.execution import in_pieces
+from curvlab.linalg.execution import eigh, in_pieces
 
 __all__ = [
     "Eigenpairs",
@@ -130,12 +130,12 @@ def leading_pairs(found: Tridiagonal, vectors: Tensor, count: int, tol: float) -
     last = torch.zeros_like(metric[:1, :-1])
     last[0, -1] = recurrence.off_diagonal[0, -1]
     product = torch.cat([recurrence.matrices()[0], last])
-    lengths, directions = torch.linalg.eigh(metric[:-1, :-1])
+    lengths, directions = eigh(metric[:-1, :-1])
     long = lengths > SHORTEST**2
     basis = directions[:, long] / lengths[long].sqrt()
     images = product @ basis
     projected = basis.T @ metric[:-1] @ images
-    values, rotation = torch.linalg.eigh((projected + projected.T) / 2)
+    values, rotation = eigh((projected + projected.T) / 2)
     values, rotation = values.flip(0), rotation.flip(1)
     coefficients = torch.cat([basis @ rotation, torch.zeros_like(rotation[:1])]).T
     rest = (images @ rotation).T - values[:, None] * coefficients
@@ -172,7 +172,7 @@ def _orthogonalise(rows: Tensor, vectors: Tensor) -> None:
 
 def quadrature(found: Tridiagonal) -> tuple[Tensor, Tensor]:
     """Nodes and weights of every run, (r, k) each; the weights of a run add up to 1."""
-    nodes, vectors = torch.linalg.eigh(found.matrices())
+    nodes, vectors = eigh(found.matrices())
     return nodes, vectors[:, 0].square()
 
 
@@ -262,7 +262,7 @@ class _Run:
         if size > 1:
             inner = torch.stack(self.off_diagonal[: size - 1])
             matrix = matrix + torch.diag(inner, 1) + torch.diag(inner, -1)
-        values, vectors = torch.linalg.eigh(matrix)
+        values, vectors = eigh(matrix)
         return vectors @ (function(values) * vectors[0])
 
 
@@ -301,7 +301,7 @@ def eigenpairs(
     search, ahead = _Search(product, size, space, like, seed), count + LOOK_EVERY
     while True:
         search.fill(max_products, min(space, search.held + ahead))
-        values, vectors = torch.linalg.eigh(search.projected[: search.held, : search.held])
+        values, vectors = eigh(search.projected[: search.held, : search.held])
         order = _order(values, which)
         values, vectors = values[order], vectors[:, order]
         estimates = (search.beta * vectors[-1]).abs()

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvlab.linalg.execution import eigh
 from curvlab.model.nodes import (
     DIVISIONS,
     NORMS,
@@ -182,7 +183,7 @@ class _PairCurvature(OwnCurvature):
 
     @cached_property
     def _split(self) -> tuple[Tensor, Tensor]:
-        return torch.linalg.eigh(self.matrices)
+        return eigh(self.matrices)
 
     def times(self, coordinates: Tensor, negative: bool) -> list[tuple[NodeInput, Tensor]]:
         values, vectors = self._split
@@ -281,7 +282,7 @@ class _NormCurvature(OwnCurvature):
         basis = torch.stack([first, second], -1)
         images = torch.stack([self._product(first), self._product(second)], -1)
         inside = basis.mT @ images
-        values, turn = torch.linalg.eigh((inside + inside.mT) / 2)
+        values, turn = eigh((inside + inside.mT) / 2)
         return values, basis @ turn
 
     def times(self, coordinates: Tensor, negative: bool) -> list[tuple[NodeInput, Tensor]]:

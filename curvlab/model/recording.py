@@ -127,6 +127,11 @@ class Recording(FullPrecision, ABC):
         *inputs, targets = [t.float() if t.is_floating_point() else t for t in tensors]
         return example_hashes(inputs, targets)
 
+    @cached_property
+    def draws(self) -> dict[Hashable, Tensor]:
+        """What was drawn at random for this batch, by what it was drawn for."""
+        return {}
+
     @abstractmethod
     def weighted_gradients(self, weights: Tensor) -> dict[str, Tensor]:
         """Σ_i w_i ∇ξ_i by parameter name, for any weights w of the examples."""

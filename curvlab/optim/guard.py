@@ -148,6 +148,7 @@ def looks_at_residual(step: int) -> bool:
 
 def stagnated(solution: Solution) -> str | None:
     """What to say where rounding stopped a solve with a residual above `STAGNATED_BEYOND`, if it did."""
+    solution.read()
     far = [
         block
         for block in solution.blocks.values()

@@ -539,10 +539,12 @@ def _predicted(changes: list[Change], solution: Solution, curvature: Curvature, 
         for name, delta in deltas.items():
             total -= (delta * (gradient.view(name) + 0.5 * image[name])).sum().cpu().double()
         return float(total)
+    reductions = []
     for change in changes:
         measures, scale = solution.blocks[change.name].measures, change.rate * change.scale
-        reduction = scale * measures.slope() + 0.5 * scale**2 * measures.quadratic()
-        total -= reduction.cpu().double()
+        reductions.append(scale * measures.slope() + 0.5 * scale**2 * measures.quadratic())
+    for reduction in torch.stack(reductions).cpu().double():  # read together
+        total -= reduction
     return float(total)
 
 

@@ -483,5 +483,5 @@ def _looked_at(means: Sequence[Tensor]) -> Definiteness:
     small = [mean for mean in means if len(mean) <= LOOK_AT_UP_TO and device.readable(mean)]
     if not small:
         return UNKNOWN
-    smallest = min(float(eigvalsh(mean)[0]) for mean in small)
+    smallest = float(torch.stack([eigvalsh(mean)[0] for mean in small]).amin())
     return Definiteness(False, f"a Hessian; smallest eigenvalue of the smaller bias blocks {smallest:.2g}")

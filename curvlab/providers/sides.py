@@ -303,6 +303,10 @@ class _InputSide:
 
     def _sample_factors(self, drawn: int) -> Sequence[Factor]:
         index = draw_positions(self.recording, self.sides.seed, self.place, self.positions, drawn)
+        if len(self.uses) == 1:
+            (use,), (w,) = self.uses, self.weights
+            root = (w.take_along_dim(index, 1) * (self.positions / drawn)).sqrt().flatten()
+            return [GramFactor(part, root) for part in use.sampled_rows(index).flatten(0, 1).unbind(1)]
         rows, weights, first = [], [], 0
         for use, w in zip(self.uses, self.weights, strict=True):
             inside, here = _inside(index, first, use.positions)
@@ -413,8 +417,11 @@ class OutputSums:
             index = draw_positions(
                 self.recording, self.sides.seed, self.recording.layout.index(layer), placed.total, drawn
             )
-            inside, here = _inside(index, placed.first, rows.shape[1])
-            rows = rows.take_along_dim(inside[..., None, None], 1) * here[..., None, None]
+            if placed.total == rows.shape[1]:  # of one use, which has all positions
+                rows = rows.take_along_dim(index[..., None, None], 1)
+            else:
+                inside, here = _inside(index, placed.first, rows.shape[1])
+                rows = rows.take_along_dim(inside[..., None, None], 1) * here[..., None, None]
             root = root * (placed.total / drawn) ** 0.5
         place = self._base(layer, number) + placed.part // role.groups
         self.sums[layer][place].add_by_example(rows, root)

@@ -413,8 +413,10 @@ def _errors(comparison: Comparison) -> Section | None:
     errors = comparison.at_point("errors")
     if errors.empty:
         return None
+    several = errors[["seed", "draw"]].drop_duplicates().shape[0] > 1 if "draw" in errors else False
     errors = _first_draw(errors)
-    caption = (
+    of = "Of the first batch alone; the table of all numbers has the medians. " if several else ""
+    caption = of + (
         "Distance of each layer's bias block B̃ from that of the absolute Hessian |H|, ‖B̃ − |B|‖ in the "
         "Frobenius norm. The colour is logarithmic: darker is further. Total: the root of the sum of squares."
     )
@@ -431,7 +433,7 @@ def _errors(comparison: Comparison) -> Section | None:
         drawings.append(
             Drawing(
                 "weight-errors",
-                "Distance of each layer's weight block from the exact Hessian's, signed, over its norm.",
+                f"{of}Distance of each layer's weight block from the exact Hessian's, signed, over its norm.",
                 lambda look: error_heatmap(errors, look=look, column="weight_relative"),
                 question="And the weight blocks, which have most of the parameters?",
                 answer=_closest_words(errors, "weight_relative"),
@@ -578,6 +580,8 @@ def _iterations_words(traces: pd.DataFrame) -> str:
     counts = traces.groupby(["provider", "solver"], sort=False)["iteration"].max().sort_values(kind="stable")
     if counts.empty:
         return ""
+    if int(counts.iloc[0]) == int(counts.iloc[-1]):
+        return f"Iterations: {int(counts.iloc[0])} of each."
     told = [f"{' + '.join(counts.index[place])} ({int(counts.iloc[place])})" for place in (0, -1)]
     return f"Iterations: the fewest {told[0]}, the most {told[1]}."
 

@@ -87,10 +87,11 @@ class Candidate:
         return abs(self.cost - other.cost) <= max(self.spread, other.spread)
 
     def bargain(self, lowest: Candidate, price: Callable[[Candidate], float]) -> bool:
-        """Whether the price is not shown to be above `BARGAIN` times that of `lowest`.
+        """Whether the price is not above `BARGAIN` times that of `lowest`.
 
-        Prices are in proportion to the time: the interval of the paired times, times the ratio of both
-        prices of a second, then reaches below that factor. An infinite price is none.
+        Prices are in proportion to the time: that of the paired rounds, times the ratio of both prices of a
+        second. It is the estimate that is asked, not its interval: with that, whether a pair is suggested
+        would depend on how noisy the times are. An infinite price is none.
 
         >>> a, b = (Candidate("p", "s", cost, 0.0, error) for cost, error in ((1.0, 0.2), (2.8, 0.1)))
         >>> b.bargain(a, lambda pair: pair.cost * pair.error)
@@ -102,7 +103,7 @@ class Candidate:
         for decided in self.times:
             if {self.name, lowest.name} <= set(decided.names):
                 of_a_second = (own / self.cost) / (least / lowest.cost)
-                return decided.difference(self.name, lowest.name).lower * of_a_second <= BARGAIN
+                return decided.difference(self.name, lowest.name).value * of_a_second <= BARGAIN
         return own <= BARGAIN * least
 
     def better_error(self, other: Candidate) -> bool:
@@ -159,9 +160,11 @@ def best_by_price(
 ) -> list[Candidate]:
     """The pair to suggest, then those that are level with it.
 
-    Of the front, the most accurate is suggested whose price is not shown to be more than `BARGAIN` times the
-    lowest. How two times compare depends on what else the machine does (by 20 % and more, where processors
-    share caches and units), so that the very lowest price is another one each time it is measured.
+    Of the front, the most accurate is suggested whose price is not more than `BARGAIN` times the lowest. How
+    two times compare depends on what else the machine does (by 20 % and more, where processors share caches
+    and units), so that the very lowest price is another one each time it is measured. Of pairs that are level
+    the most accurate is named first, to four digits, and only of equals the cheapest: errors are the same
+    whenever they are measured.
 
     >>> a, b = Candidate("a", "s", 1.0, 0.1, 0.20), Candidate("b", "s", 2.1, 0.1, 0.10)
     >>> [pair.provider for pair in best_by_price([a, b], [a, b], lambda pair: pair.cost * pair.error)]
@@ -169,8 +172,14 @@ def best_by_price(
     """
     lowest = min(ahead, key=lambda pair: (price(pair), pair.error))
     bargains = [pair for pair in ahead if pair == lowest or pair.bargain(lowest, price)]
-    best = min(bargains, key=lambda pair: (pair.error, pair.cost))
+    best = min(bargains, key=_place)
+    best = min([best, *level_with(best, pairs)], key=_place)
     return [best, *level_with(best, pairs)]
+
+
+def _place(pair: Candidate) -> tuple[float, float]:
+    """By the error, which is the same whenever it is measured; equal ones by cost."""
+    return 0.0 if math.isnan(pair.error) else float(f"{pair.error:.4g}"), pair.cost
 
 
 def level_with(pair: Candidate, pairs: Sequence[Candidate]) -> list[Candidate]:

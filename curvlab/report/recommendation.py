@@ -131,6 +131,8 @@ def recommend(
         return _gradient(everyone, cells, convergence, measure, evidence)
     ahead = front(pairs) or [min(pairs, key=lambda pair: pair.cost)]
     best, *level = best_by_price(pairs, ahead, measure.price)
+    # One that is level with the member of the front may have been named in its place.
+    ahead = list(dict.fromkeys(best if pair in level else pair for pair in ahead))
     found = [run for run in runs(convergence) if (run.provider, run.solver) not in zero_step_pairs(cells)]
     trained = _trained(best, found, measure)
     paragraphs = [
@@ -511,10 +513,14 @@ def gradient_reasons(against: Mapping[Pair, Against]) -> list[str]:
         )
         if known[pair].other.pair < first.other.gradient:
             words.append(
-                f"Of another batch that same step lowers the loss by {percent(known[pair].other.pair)}, the "
-                f"gradient step by {percent(first.other.gradient)}."
+                f"On another batch the loss goes {_change(known[pair].other.pair)} along that same step, "
+                f"{_change(first.other.gradient)} along the gradient step."
             )
     return words
+
+
+def _change(decrease: float) -> str:
+    return f"{'up' if decrease < 0 else 'down'} by {percent(abs(decrease))}"
 
 
 def training_reasons(found: Sequence[Run]) -> list[str]:

@@ -117,11 +117,11 @@ def share_table(against: Mapping[tuple[str, str], Against]) -> Table:
         Column("provider", "text", "provider"),
         Column("solver", "text", "solver"),
         Column("draws", "count", "draws"),
-        Column("angle", "percent", "closer to the Newton step than the gradient"),
-        Column("loss", "percent", "lowers the loss more than the gradient"),
-        Column("other", "percent", "and that of another batch"),
+        Column("angle", "percent", "closer to Newton than the gradient"),
+        Column("loss", "percent", "lower loss than the gradient"),
+        Column("other", "percent", "on another batch"),
         Column("first_angle", "percent", "closest of all pairs"),
-        Column("first_loss", "percent", "lowers the loss the most of all pairs"),
+        Column("first_loss", "percent", "lowest loss of all pairs"),
     )
     rows = [
         {"provider": provider, "solver": solver, "draws": one.draws}

@@ -43,9 +43,9 @@ from curvlab.exceptions import PairError, SpecError
 from curvlab.linalg import DenseFactor, DiagonalFactor, Factor, GramFactor, Matrix
 from curvlab.linalg.cg import (
     CGResult,
+    Iterating,
     StackOperator,
     SymmetricOperator,
-    conjugate_gradients,
     iterate,
     iterate_together,
 )
@@ -160,16 +160,19 @@ class CG(Solver):
         precondition: Callable[[Tensor], Tensor] | None = None,
     ) -> CGResult:
         """Iterate on A x = b, with this solver's limits."""
-        return conjugate_gradients(
-            operator,
-            rhs,
-            max_iter=self.max_iter,
-            tol=self.tol,
-            read_interval=self._read_interval(rhs, LAUNCHES),
-            start=start,
-            precondition=precondition,
-            definite=self.definite,
-        )
+        return iterate_together([self.begin(operator, rhs, start, precondition)])[0]
+
+    def begin(
+        self,
+        operator: SymmetricOperator,
+        rhs: Tensor,
+        start: Tensor | None = None,
+        precondition: Callable[[Tensor], Tensor] | None = None,
+        beside: int = 1,
+    ) -> Iterating:
+        """`run` for `iterate_together`, of so many systems that are read together."""
+        interval = self._read_interval(rhs, LAUNCHES * beside)
+        return iterate(operator, rhs, self.max_iter, self.tol, interval, start, precondition, self.definite)
 
     def _read_interval(self, rhs: Tensor, launches: int) -> int:
         """Iterations between two reads: by the device's costs, with at most `MOST_READS` in all."""
@@ -302,17 +305,8 @@ class DefiniteCG(CG):
                 found[index] = equal
                 continue
             stack = stack_systems([LayerSystems.of(state, gradient)], state.damping)
-            rhs, stacks[index] = stack.right_hand_side(), stack
-            runs.append(
-                iterate(
-                    stack,
-                    rhs,
-                    max_iter=self.max_iter,
-                    tol=self.tol,
-                    read_interval=self._read_interval(rhs, LAUNCHES * len(own)),
-                    definite=True,
-                )
-            )
+            stacks[index] = stack
+            runs.append(self.begin(stack, stack.right_hand_side(), beside=len(own)))
         for index, result in zip(stacks, iterate_together(runs), strict=True):
             stack = stacks[index]
             (found[index],) = self._directions([own[index]], stack.layers, stack, result)

@@ -8,7 +8,7 @@ eigenvalues    the largest and the median one of every layer, beside the damping
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -229,9 +229,10 @@ def damping_curves(
     known = dampings[np.isfinite(dampings[measure].astype(float))]
     if known.empty:
         return empty(ax, look, "not known at any damping")
+    ranks = _ranks(known)
     for (provider, solver), group in known.groupby(["provider", "solver"], sort=False):
         ordered = group.sort_values("alpha")
-        _line(ax, look, ordered["alpha"], 100 * ordered[measure], str(provider), str(solver))
+        _line(ax, look, ordered["alpha"], 100 * ordered[measure], str(provider), str(solver), ranks)
     if measure in ("decrease_full", "predicted"):
         _cut_below(ax, 100 * known[measure].astype(float))
     ax.set(xlabel="damping α", ylabel=STEP_LABELS.get(measure, measure))
@@ -262,16 +263,27 @@ def point_curves(
     if known.empty:
         return empty(ax, look, "not known at any point")
     if measure in ("weight_relative", "error_relative"):  # of a provider, whatever the solver
-        known = known.drop_duplicates(["provider", "point"]).assign(solver=known["solver"].iloc[0])
+        known = known.drop_duplicates(["provider", "point"]).assign(solver="")
+    ranks = _ranks(known)
     for (provider, solver), group in known.groupby(["provider", "solver"], sort=False):
         places = [names.index(point) for point in group["point"]]
-        _line(ax, look, places, 100 * group[measure], str(provider), str(solver))
+        _line(ax, look, places, 100 * group[measure], str(provider), str(solver), ranks)
     ax.set_xticks(range(len(names)), names)
-    ax.set(ylabel=STEP_LABELS.get(measure, measure), ylim=(min(0, ax.get_ylim()[0]), None))
+    low, high = ax.get_ylim()
+    ax.set(ylabel=STEP_LABELS.get(measure, measure), ylim=(min(0, low), high))
     return _finish(ax, look, known)
 
 
-def _line(ax: Axes, look: Look, x: object, y: object, provider: str, solver: str) -> None:
+def _ranks(known: pd.DataFrame) -> dict[str, int]:
+    """Each provider's place from the end: lines of later ones are thinner, so that equal ones are seen."""
+    providers = dict.fromkeys(known["provider"].astype(str))
+    return {provider: rank for rank, provider in enumerate(reversed(providers))}
+
+
+def _line(
+    ax: Axes, look: Look, x: object, y: object, provider: str, solver: str, ranks: Mapping[str, int]
+) -> None:
+    rank = min(ranks[provider], 3)
     if provider == GRADIENT:
         ax.plot(x, y, color=look.theme.muted, linewidth=3, alpha=0.8, zorder=1)  # type: ignore[arg-type]
         return
@@ -281,15 +293,17 @@ def _line(ax: Axes, look: Look, x: object, y: object, provider: str, solver: str
         color=look.colour(provider),
         linestyle=look.line(solver) if solver else "-",
         marker=look.marker(solver) if solver else "o",
-        markersize=4,
-        linewidth=1.4,
+        markersize=4 + rank,
+        linewidth=1.4 + 0.6 * rank,
+        zorder=2 + len(ranks) - ranks[provider],
     )
 
 
 def _finish(ax: Axes, look: Look, known: pd.DataFrame) -> Axes:
     dress(ax, look)
-    pairs = known[(known["solver"] != "") & (known["provider"] != GRADIENT)]
+    pairs = known[known["provider"] != GRADIENT]
     providers, solvers = (list(dict.fromkeys(pairs[name].astype(str))) for name in ("provider", "solver"))
+    solvers = list(filter(None, solvers))
     entries: list[Artist] = handles(look, providers, solvers, lines=True)
     if (known["provider"] == GRADIENT).any():
         entries.append(Line2D([], [], color=look.theme.muted, linewidth=3, label="gradient"))

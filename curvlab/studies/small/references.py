@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from curvlab.curvature import Curvature, LayerCurvature
 from curvlab.curvature_layers import SharedLayer
 from curvlab.exceptions import CurvlabError
+from curvlab.linalg.execution import in_float64
 from curvlab.measure.operations import counting
 from curvlab.model.network import ModelCall
 from curvlab.model.products import ModelProducts
@@ -212,7 +213,7 @@ def probed_weight_errors(
 
 
 def _add(held: dict[str, float], name: str, vector: Tensor) -> None:
-    held[name] = held.get(name, 0.0) + float(vector.to(torch.float64).square().sum())
+    held[name] = held.get(name, 0.0) + float(in_float64(vector).square().sum())
 
 
 def _product(curvature: Curvature, name: str, vector: Tensor) -> Tensor | None:

@@ -288,11 +288,13 @@ class Tally:
 
     def count(self, solution: Solution) -> None:
         """Add the iterations of a step's blocks."""
+        solution.read(residuals=False)
         self.iterations += sum(block.iterations for block in solution.blocks.values()) / len(solution.blocks)
         self.solves += 1
 
     def sample(self, solution: Solution) -> None:
         """Count, and note the share of blocks that ended in each status, which takes their true residuals."""
+        solution.read()
         self.count(solution)
         ended = Counter(block.status.slug for block in solution.blocks.values())
         self.statuses = {status.slug: ended[status.slug] / len(solution.blocks) for status in Status}
