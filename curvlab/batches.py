@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils import _pytree as pytree
 
 from curvlab.exceptions import NoRowsError, ProblemError, StaleError
@@ -171,6 +172,8 @@ def keep_batches(loader: Iterable[Any]) -> list[Any]:
     >>> [tuple(inputs.shape) for inputs, _ in batches]
     [(2, 1), (2, 1)]
     """
+    if not isinstance(loader, Iterable) or isinstance(loader, Tensor | str | bytes):
+        raise ProblemError(f"keep_batches takes batches, such as a DataLoader; got a {_kind(loader)}")
     return [pytree.tree_map_only(Tensor, Tensor.clone, batch) for batch in loader]
 
 
@@ -213,8 +216,10 @@ def _pair(item: Any, what: str) -> Batch:
     parts: list[Any] = [*tensors_of(inputs)] or [inputs]
     tensors = [("inputs", value) for value in parts] + [("targets", targets)]
     for name, value in tensors:
-        if not isinstance(value, Tensor) or value.layout is not torch.strided:
+        if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_nested:
             raise ProblemError(f"{name} of {what}: expected a dense tensor, got {_kind(value)}")
+        if is_functorch_wrapped_tensor(value):
+            raise ProblemError(f"{name} of {what} belong to a torch.func transform: make the problem outside")
         if value.ndim == 0:
             raise ProblemError(f"{name} of {what} is a single number; expected one entry for each example")
     count = example_count(inputs, what)
@@ -232,4 +237,6 @@ def _pair(item: Any, what: str) -> Batch:
 
 
 def _kind(value: Any) -> str:
+    if isinstance(value, Tensor) and value.is_nested:
+        return "a nested tensor"
     return f"a tensor of layout {value.layout}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

@@ -10,7 +10,7 @@ B^t ⊗ E[hhᵀ].
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -60,6 +60,7 @@ from curvlab.matrix_functions import (
     SymmetricMatrix,
     draw_samples,
     estimate_measure,
+    kind_of,
     log_determinant,
     matrix_inverse,
     matrix_power,
@@ -399,13 +400,12 @@ class Curvature(FullPrecision):
         """The sum of two matrices over the same parameters, known by its products."""
         if not isinstance(other, Curvature):
             return NotImplemented
-        mine = {name: block.shape for name, block in self._blocks.items()}
-        theirs = {name: block.shape for name, block in other._blocks.items()}
+        mine, theirs = ({n: kind_of(b) for n, b in one._blocks.items()} for one in (self, other))
         if mine != theirs:
-            only = sorted({*mine.items()} ^ {*theirs.items()})[:4]
+            only = sorted({*mine.items()} ^ {*theirs.items()}, key=str)[:4]
             raise ArgumentError(
                 f"`{self.provider}` + `{other.provider}`: they are of different parameters, as {only} shows; "
-                f"expected the same names and shapes. Take .select([…]) of both"
+                f"expected the same names, shapes, dtype and device. Take .select([…]) or .to(…) of both"
             )
         blocks = {name: block for layer in other.layers for name, block in layer.blocks.items()}
         coupled = self.full_product is not None or other.full_product is not None
@@ -469,8 +469,9 @@ class Curvature(FullPrecision):
         """
         known = {layer.name: tuple(layer.blocks) for layer in self.layers}
         known |= {name: (name,) for name in self._blocks}
-        unknown = [name for name in names if name not in known]
-        if unknown or isinstance(names, str) or not names:
+        names = names if isinstance(names, str) or not isinstance(names, Iterable) else list(names)
+        unknown = [name for name in names if name not in known] if isinstance(names, list) else []
+        if unknown or not isinstance(names, list) or not names:
             given = f"`{unknown[0]}`" if unknown and not isinstance(names, str) else repr(names)
             raise ArgumentError(f"select: got {given}; expected a list of names among {list(known)}")
         chosen = {parameter for name in names for parameter in known[name]}

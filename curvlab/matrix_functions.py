@@ -13,7 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, Protocol, runtime_checkable
+from math import inf, isfinite
+from operator import index
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -26,6 +28,7 @@ from curvlab.exceptions import (
     SpecError,
     describe_argument,
 )
+from curvlab.linalg.blocks import Block
 from curvlab.linalg.cg import FunctionOperator, Outcome, conjugate_gradients
 from curvlab.linalg.eigenbases import Eigenbasis
 from curvlab.linalg.estimators import (
@@ -44,14 +47,18 @@ from curvlab.linalg.flat import flatten, unflatten
 from curvlab.linalg.inverse import NotPositiveDefiniteError
 from curvlab.linalg.krylov import eigenpairs, function_times, lanczos, quadrature
 from curvlab.measure.device import memory_bytes
+from curvlab.specs import check_number
 
 __all__ = [
     "Damping",
     "MatrixFunction",
     "SymmetricMatrix",
     "check_rows",
+    "check_seed",
+    "check_whole",
     "draw_samples",
     "estimate_measure",
+    "kind_of",
     "log_determinant",
     "matrix_inverse",
     "matrix_power",
@@ -64,6 +71,7 @@ MOST_STEPS = 400
 MOST_ITERATIONS = 2000
 LOGDET_PROBES, LOGDET_STEPS = 20, 80
 MEASURE_PROBES = 30
+ROUNDING = 32  # relative to the largest: of two factors' eigenvalues, and of their product
 Measure = Literal["trace", "diagonal", "frobenius_norm"]
 
 
@@ -90,6 +98,36 @@ def check_damping(damping: object) -> tuple[float, float]:
             f"(1-α)C + αI; got a {describe_argument(damping)}"
         )
     return damping.scale, damping.shift
+
+
+def check_whole(name: str, value: Any, least: int = 1, most: int = 2**63 - 1) -> int:
+    """`value` as an int, or a `SpecError` where it is no whole number from `least` on.
+
+    >>> check_whole("k", 3)
+    3
+    >>> check_whole("k", 2.5)
+    Traceback (most recent call last):
+    curvlab.exceptions.SpecError: k=2.5: expected a whole number of at least 1
+    """
+    try:
+        number = None if isinstance(value, bool) else index(value)
+    except (TypeError, RuntimeError):  # the latter of a tensor of several numbers
+        number = None
+    if number is None or number < least:
+        raise SpecError(f"{name}={value!r}: expected a whole number of at least {least:,}")
+    if number > most:
+        raise SpecError(f"{name}={number:.3g}: expected a whole number of at most 64 bits")
+    return number
+
+
+def check_seed(seed: Any) -> int:
+    """`seed` as an int of 64 bits, or a `SpecError`."""
+    return check_whole("seed", seed, -(2**63))
+
+
+def kind_of(block: Block) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
+    """What two blocks must have in common to be added or compared: shape, dtype and device."""
+    return tuple(block.shape), block.example.dtype, block.example.device
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,8 +218,9 @@ class DampedMatrix:
         if self.matrix.basis is None:
             return
         low, high = (float(self.values(torch.tensor(end))) for end in self.matrix.basis.ends())
-        rounding = self.matrix.size * torch.finfo(self.matrix.like.dtype).eps * max(abs(low), abs(high))
-        if low < (-rounding if semi else 0) or (low <= 0 and not semi):
+        rounding = ROUNDING * torch.finfo(self.matrix.like.dtype).eps * max(abs(low), abs(high))
+        # Without damping what lies within rounding stands for zero: its logarithm is one of noise.
+        if low < -rounding if semi else low <= (rounding if self.shift == 0 else 0):
             raise self.refusal(what, low)
 
     def refusal(self, what: str, smallest: float | None = None) -> IndefiniteError:
@@ -246,7 +285,9 @@ class MatrixFunction(FullPrecision):
         damped, matrix = self.damped, self.damped.matrix
         matrix.begin("a power", self.exponent, damped.scale, damped.shift, tuple(rows.shape))
         if matrix.basis is not None:
-            return matrix.basis.apply(lambda values: damped.values(values) ** self.exponent, rows)
+            # A semi-definite matrix may have eigenvalues below zero by rounding, which have no roots.
+            least = 0.0 if self.exponent >= 0 and self.exponent % 1 else -inf
+            return matrix.basis.apply(lambda v: damped.values(v).clamp(min=least) ** self.exponent, rows)
         if self.exponent == -1:
             return torch.stack([self._solve(row) for row in rows])
         return self._by_lanczos(rows, _positive_power(self.exponent))
@@ -284,6 +325,7 @@ class MatrixFunction(FullPrecision):
 
 def matrix_power(matrix: SymmetricMatrix, exponent: float, damping: object) -> MatrixFunction:
     """Dᵖ; refused where D has a negative eigenvalue, or a zero one and p < 0."""
+    exponent = check_number("exponent", exponent, "a finite number", isfinite)
     damped = DampedMatrix.of(matrix, damping)
     damped.require_definite("a power", semi=exponent >= 0)
     return MatrixFunction(damped, float(exponent))
@@ -294,9 +336,14 @@ def matrix_inverse(matrix: SymmetricMatrix, damping: object) -> MatrixFunction:
     damped = DampedMatrix.of(matrix, damping)
     if matrix.basis is not None:
         ends = damped.values(torch.tensor(matrix.basis.ends(), dtype=matrix.like.dtype))
-        rounding = matrix.size * torch.finfo(matrix.like.dtype).eps * float(ends.abs().max())
-        singular = matrix.basis.sum(lambda values: (damped.values(values).abs() <= rounding).to(values))
-        if bool(singular > 0):
+        rounding = ROUNDING * torch.finfo(matrix.like.dtype).eps * float(ends.abs().max())
+
+        def vanishing(values: Tensor) -> Tensor:
+            """Of C ≥ 0 no eigenvalue comes to nothing where τ is added, however wide the spectrum is."""
+            near = damped.values(values).abs() <= rounding
+            return (near if damped.shift == 0 else near & (values < 0)).to(values)
+
+        if bool(matrix.basis.sum(vanishing) > 0):
             raise damped.refusal("an inverse", 0.0)
     return MatrixFunction(damped, -1.0)
 
@@ -306,6 +353,9 @@ def log_determinant(
 ) -> Tensor | Estimate:
     """log det D: a scalar tensor where it is exact, else an estimate (also where `probes` asks for one)."""
     damped = DampedMatrix.of(matrix, damping)
+    steps, seed = check_whole("steps", steps), check_seed(seed)
+    if probes is not None:
+        check_rows(matrix, check_whole("probes", probes, 2), f"logdet(probes={probes:,})")
     matrix.begin("a log-determinant", damped.scale, damped.shift, probes, steps, seed)
     damped.require_definite("a log-determinant")
     if matrix.basis is not None:
@@ -345,8 +395,7 @@ def runs_at_once(matrix: SymmetricMatrix, steps: int) -> tuple[int, bool]:
 
 def draw_samples(matrix: SymmetricMatrix, count: int, damping: object, seed: int) -> dict[str, Tensor]:
     """`count` draws from N(0, D⁻¹), {name: (count, *shape)}."""
-    if count < 1:
-        raise ArgumentError(f"sample({count}): expected a number of draws of at least 1")
+    count, seed = check_whole("sample", count), check_seed(seed)
     check_rows(matrix, count, f"sample({count:,})")
     matrix.begin("samples", count, seed)
     root = matrix_power(matrix, -0.5, damping)
@@ -367,10 +416,12 @@ def estimate_measure(
     count = MEASURE_PROBES if probes is None else probes
     if chosen not in FEWEST_PROBES:
         raise SpecError(f"estimator={estimator!r}: expected {' or '.join(map(repr, FEWEST_PROBES))}")
-    if count < FEWEST_PROBES[chosen]:
+    if check_whole("probes", count, 0) < FEWEST_PROBES[chosen]:
         raise SpecError(
             f"probes={probes}: `{chosen}` needs at least {FEWEST_PROBES[chosen]} for a standard error"
         )
+    check_rows(matrix, 2 * count, f"{measure}(probes={count:,})")  # of each its signs and its image
+    seed = check_seed(seed)
     matrix.begin(measure, chosen, count, seed)
     if measure == "diagonal":
         value, error = estimate_diagonal(

@@ -305,6 +305,11 @@ class Problem(FullPrecision):
     def _check_place(self, batch: Batch, what: str) -> Batch:
         """The batch, if it lies where the model does; cheaply, from dtypes and devices."""
         example = self.network.example
+        if example.device.type == "meta":
+            raise ProblemError(
+                "the model is on meta, where tensors have no values: give it some with "
+                "model.to_empty(device=…) and load_state_dict. `curvlab plan` needs none"
+            )
         named = [("inputs", tensor) for tensor in tensors_of(batch.inputs)] + [("targets", batch.targets)]
         for name, value in named:
             if value.device != example.device:

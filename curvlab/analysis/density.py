@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import pi, sqrt
+from math import inf, pi, sqrt
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,8 +41,9 @@ from curvlab.linalg.eigenbases import Eigenbasis
 from curvlab.linalg.estimators import gaussian_rows
 from curvlab.linalg.execution import full_precision
 from curvlab.linalg.krylov import lanczos, leading_pairs, quadrature
-from curvlab.matrix_functions import SymmetricMatrix, check_rows, runs_at_once
+from curvlab.matrix_functions import SymmetricMatrix, check_rows, check_seed, check_whole, runs_at_once
 from curvlab.problem import Problem
+from curvlab.specs import check_number
 from curvlab.staleness import checked_once
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ LEADING = 8  # eigenvalues looked for by themselves: outliers are those before a
 LEADING_TOL = 1e-4
 PRODUCT_SECONDS = 1e-4  # the least that one takes
 POINTS = 1000
+MOST_POINTS = 10_000
 EXACT_UP_TO = 4 * 10**6  # nodes times points: beyond, nodes are moved to the points of the grid around them
 NARROW = 250  # the Gaussian's standard deviation is this part of the whole range
 UNSURE = 2 / NARROW  # of the range: nearer to zero than this, an estimate does not tell a sign
@@ -163,8 +165,12 @@ def density(
     (0, 1.0, 8)
     """
     found = curvature_of(curvature, "density")
-    if probes < 2 or steps < 2 or points < 2:
-        raise SpecError(f"probes={probes}, steps={steps}, points={points}: each must be at least 2")
+    probes, steps = check_whole("probes", probes, 2), check_whole("steps", steps, 2)
+    points, seed = check_whole("points", points, 2), check_seed(seed)
+    if points > MOST_POINTS:  # the smoothing is a matrix of points × points
+        raise SpecError(f"points={points:,}: expected at most {MOST_POINTS:,}")
+    if width is not None:
+        width = check_number("width", width, "a positive and finite number", lambda x: 0 < x < inf)
     matrix = found.matrix
     if matrix.basis is not None:
         nodes, weights = _all_eigenvalues(matrix.basis)

@@ -13,11 +13,13 @@ from curvlab.curvature import Curvature, Definiteness
 from curvlab.curvature_layers import OperatorLayer
 from curvlab.exceptions import ArgumentError, describe_argument
 from curvlab.linalg import OperatorBlock
+from curvlab.linalg.estimators import gaussian_rows
 from curvlab.linalg.flat import flatten, unflatten
 from curvlab.problem import Problem
 
 __all__ = ["curvature_from"]
 
+ASYMMETRY = 1e-3  # of uᵀAv: far above the rounding of any dtype
 ROWS_AT_ONCE = 256  # vectors that a matrix is multiplied with in one pass
 
 
@@ -47,12 +49,15 @@ def curvature_from(
     tensors = _tensors_like(like)
     shapes = {key: tuple(t.shape) for key, t in tensors.items()} if tensors else {"operator": (size,)}
     expected = sum(int(torch.Size(shape).numel()) for shape in shapes.values())
+    if size == 0:
+        raise ArgumentError("curvature_from: the operator is 0 × 0; expected at least one entry")
     if expected != size:
         raise ArgumentError(
             f"curvature_from: the operator is {size} × {size}, and `like` has {expected} entries in "
             f"{len(shapes)} parameters; expected as many. Give the parameters that the operator is of"
         )
     example = next(iter(tensors.values())).detach() if tensors else example
+    _check_symmetric(product, size, example)
 
     def full_product(vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         image = product(flatten(vectors, list(shapes)))
@@ -68,6 +73,29 @@ def curvature_from(
         structure="full",
         products_at_once=ROWS_AT_ONCE if isinstance(operator, Tensor) else 1,
     )
+
+
+def _check_symmetric(product: Callable[[Tensor], Tensor], size: int, example: Tensor) -> None:
+    """Two products tell apart what is no real symmetric matrix: uᵀ A v = vᵀ A u."""
+    vectors = gaussian_rows(2, size, example, seed=0)
+    images = [product(one) for one in vectors]
+    for image in images:
+        if tuple(image.shape) != (size,) or image.is_complex():
+            raise ArgumentError(
+                f"curvature_from: a product with a vector of {size} entries gives {image.dtype} of shape "
+                f"{tuple(image.shape)}; expected as many real numbers"
+            )
+        if not bool(torch.isfinite(image).all()):
+            raise ArgumentError("curvature_from: a product with the operator is not finite")
+    left, right = (
+        float(u.double() @ image.double()) for u, image in zip(vectors.flip(0), images, strict=True)
+    )
+    largest = max(float(torch.linalg.vector_norm(image.double())) for image in images) * size**0.5
+    if abs(left - right) > ASYMMETRY * largest:
+        raise ArgumentError(
+            f"curvature_from: the operator is not symmetric: uᵀAv = {left:.6g} and vᵀAu = {right:.6g} for "
+            f"two random vectors. Give (A + Aᵀ)/2, or AᵀA"
+        )
 
 
 def _block(
@@ -101,12 +129,18 @@ def _product_of(operator: Any) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     dtype = getattr(operator, "dtype", None)
     if isinstance(dtype, torch.dtype):
         device = getattr(operator, "device", None)
-        return torch.empty(0, dtype=dtype, device=device), lambda x: operator @ x.to(dtype)
+        if isinstance(operator, Tensor) and not dtype.is_floating_point and not dtype.is_complex:
+            operator = operator.double()
+            dtype = operator.dtype
+        # A copy: an operator may write every image into one buffer.
+        return torch.empty(0, dtype=dtype, device=device), lambda x: (operator @ x.to(dtype)).clone()
     kind = np.dtype(np.float64 if dtype is None else dtype)
+    if kind.kind not in "fc":  # vectors have fractions where a matrix of integers has none
+        kind = np.dtype(np.float64)
     example = torch.from_numpy(np.zeros(0, dtype=kind if kind.kind == "f" else np.float64))
 
     def product(x: Tensor) -> Tensor:
-        image = np.asarray(operator @ x.numpy(force=True).astype(kind, copy=False))
+        image = np.array(operator @ x.numpy(force=True).astype(kind, copy=False))
         return torch.as_tensor(image, device=x.device)
 
     return example, product

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import product
+from math import inf
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,8 +24,10 @@ from curvlab.analysis.figures import axes_for
 from curvlab.criteria.base import AllWeightsZeroError, LossTerms
 from curvlab.exceptions import ArgumentError, SpecError, describe_argument
 from curvlab.linalg.execution import full_precision
+from curvlab.matrix_functions import check_whole
 from curvlab.problem import Problem
 from curvlab.providers.base import estimate
+from curvlab.specs import check_number
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["Landscape", "landscape"]
 
 Direction = Mapping[str, Tensor]
+EVALUATION_SECONDS = 1e-4  # the least that one takes
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,8 +113,14 @@ def landscape(
     [4.0, 1.0, 0.0]
     """
     chosen = _check_directions(problem, directions)
-    if not 0 < radius < float("inf") or points < 2:
-        raise SpecError(f"radius={radius}, points={points}: expected a positive radius and 2 points or more")
+    radius = check_number("radius", radius, "a positive and finite number", lambda x: 0 < x < inf)
+    points = check_whole("points", points, 2)
+    days = points ** len(chosen) * EVALUATION_SECONDS / 86_400
+    if days > 1:
+        raise SpecError(
+            f"points={points:,}: {points ** len(chosen):.3g} evaluations of the loss take at least "
+            f"{days:,.1f} days; 21 points along each direction are usual"
+        )
     line = torch.linspace(-radius, radius, points, dtype=torch.float64)
     places = [(x,) for x in line.tolist()] if len(chosen) == 1 else list(product(line.tolist(), repeat=2))
     base, gradient, curved = _quadratic_model(problem, chosen)
@@ -127,8 +137,11 @@ def landscape(
 def _check_directions(
     problem: Problem, directions: Direction | Sequence[Direction]
 ) -> list[dict[str, Tensor]]:
+    if not isinstance(problem, Problem):
+        raise ArgumentError(f"landscape takes a Problem; got a {describe_argument(problem)}")
     given = [directions] if isinstance(directions, Mapping) else directions
-    if not isinstance(given, Sequence) or len(given) not in (1, 2):
+    mappings = isinstance(given, Sequence) and all(isinstance(one, Mapping) and one for one in given)
+    if not mappings or len(given) not in (1, 2):
         raise ArgumentError(
             f"landscape takes one or two directions, {{parameter name: tensor}} each; got "
             f"{describe_argument(directions)}"
@@ -136,6 +149,12 @@ def _check_directions(
     parameters = problem.network.parameters
     for direction in given:
         for name, value in direction.items():
+            dense = isinstance(value, Tensor) and value.layout is torch.strided
+            if not dense or value.is_complex() or value.is_meta or not bool(torch.isfinite(value).all()):
+                raise ArgumentError(
+                    f"landscape: a direction has a {describe_argument(value)} for `{name}`; expected a dense "
+                    f"tensor of finite real numbers"
+                )
             if name not in parameters or value.shape != parameters[name].shape:
                 known = parameters[name].shape if name in parameters else f"a name among {list(parameters)}"
                 raise ArgumentError(

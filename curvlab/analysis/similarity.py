@@ -22,12 +22,13 @@ from torch import Tensor
 from curvlab.analysis.figures import axes_for
 from curvlab.analysis.spectrum import spectrum
 from curvlab.curvature import Curvature
-from curvlab.exceptions import ArgumentError, SpecError, describe_argument
+from curvlab.exceptions import ArgumentError, describe_argument
 from curvlab.linalg import Block, DiagonalFactor, FactorBlock, KroneckerBlock, ViewedBlock
 from curvlab.linalg.blocks import ShiftedBlock
 from curvlab.linalg.estimators import Estimate, random_signs
 from curvlab.linalg.execution import full_precision
 from curvlab.linalg.factors import inner_product
+from curvlab.matrix_functions import check_seed, check_whole, kind_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -136,16 +137,15 @@ def similarity(a: Curvature, b: Curvature, *, k: int = 10, probes: int = 30, see
                 f"similarity takes two curvatures, as curvlab.estimate gives them; got a "
                 f"{describe_argument(given)}"
             )
-    if probes < 4 or k < 1:
-        raise SpecError(f"k={k}, probes={probes}: expected at least 1 eigenvector and 4 probes")
+    k, probes, seed = check_whole("k", k), check_whole("probes", probes, 4), check_seed(seed)
     blocks = {name: (block, b.blocks.get(name)) for name, block in a.blocks.items()}
-    unlike = [n for n, (x, y) in blocks.items() if y is None or x.shape != y.shape] + [
+    unlike = [n for n, (x, y) in blocks.items() if y is None or kind_of(x) != kind_of(y)] + [
         n for n in b.blocks if n not in blocks
     ]
     if unlike:
         raise ArgumentError(
-            f"similarity: `{unlike[0]}` is not a parameter of the same shape in both. Take .select([…]) of "
-            f"each with the names that they share"
+            f"similarity: `{unlike[0]}` is not a parameter of the same shape, dtype and device in both. "
+            f"Take .select([…]) of each with the names that they share, or .to(…)"
         )
     pairs = {name: _compare_blocks(a.select([name]), b.select([name]), probes, seed) for name in blocks}
     whole = _compare_whole(a, b, _known_products(a, b), probes, seed)

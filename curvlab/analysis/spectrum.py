@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING, Literal, overload
 
 import torch
@@ -22,10 +23,11 @@ from curvlab.exceptions import ArgumentError, SpecError, describe_argument
 from curvlab.linalg.eigenbases import Which
 from curvlab.linalg.execution import full_precision
 from curvlab.linalg.krylov import eigenpairs, search_rows
-from curvlab.matrix_functions import SymmetricMatrix, check_rows
+from curvlab.matrix_functions import SymmetricMatrix, check_rows, check_seed, check_whole
 from curvlab.problem import Problem
 from curvlab.providers.base import estimate
 from curvlab.solvers.solution import Status
+from curvlab.specs import check_number
 from curvlab.staleness import checked_once
 
 if TYPE_CHECKING:
@@ -209,8 +211,11 @@ def spectrum(
     found = curvature_of(curvature, "spectrum")
     if which not in WHICH:
         raise SpecError(f"which={which!r}: expected one of {', '.join(WHICH)}")
-    if not isinstance(k, int) or k < 1:
-        raise SpecError(f"k={k!r}: expected a number of eigenpairs of at least 1")
+    k, seed = check_whole("k", k), check_seed(seed)
+    if tol is not None:
+        tol = check_number("tol", tol, "a finite number that is not negative", lambda x: 0 <= x < inf)
+    if max_products is not None:
+        max_products = check_whole("max_products", max_products)
     if by == "layer":
         parts = {layer.name: found.select([layer.name]) for layer in found.layers}
         return LayerSpectra(

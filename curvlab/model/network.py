@@ -33,7 +33,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, pairwise
 from typing import Any
 
 import torch
@@ -113,6 +113,7 @@ class Network:
         given = unwrap(model)
         _refuse_scripted(given)
         _check_initialised(given)
+        _check_apart(given)
         copied = FloatCopy.of(given, settings_without_modes)
         model = given if copied is None else copied.model
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -250,6 +251,22 @@ def _check_initialised(model: nn.Module) -> None:
     ]
     if lazy:
         raise ProblemError(f"{lazy} are lazy and have no values yet: run the model on a batch first")
+
+
+def _check_apart(model: nn.Module) -> None:
+    """Refuse two parameters in one memory: autograd takes them for two, and both steps would go into it."""
+    places = sorted(
+        (p.untyped_storage()._cdata, p.storage_offset() * p.element_size(), p.nbytes, name, p.requires_grad)
+        for name, p in model.named_parameters()
+        if p.layout is torch.strided and p.is_contiguous() and p.numel()
+    )
+    for (storage, start, size, one, moves), (other_storage, other_start, _, other, too) in pairwise(places):
+        if storage == other_storage and other_start < start + size and (moves or too):
+            raise ProblemError(
+                f"`{one}` and `{other}` are two parameters in the same memory: autograd takes them for two, "
+                f"and a step would be added twice. Make them one parameter (a.weight = b.weight, not .data), "
+                f"or give one a memory of its own with .clone()"
+            )
 
 
 def _check_trainable(model: nn.Module, chosen: Mapping[str, Tensor], layers: Sequence[str] | None) -> None:

@@ -163,6 +163,10 @@ class SecondOrder(torch.optim.Optimizer):
             self.max_grad_norm = _positive("max_grad_norm", max_grad_norm)
             self.spring = _fraction("spring", spring)
             self.ema, self.refresh_every = _fraction("ema", ema), _count("refresh_every", refresh_every)
+            if not isinstance(adapt, bool | LevenbergMarquardt):
+                raise SpecError(f"adapt={adapt!r}: expected True, False or LevenbergMarquardt(…)")
+            if not isinstance(capture, bool | Capture):
+                raise SpecError(f"capture={capture!r}: expected True, False or Capture(…)")
             self.adapt = (LevenbergMarquardt() if adapt else None) if isinstance(adapt, bool) else adapt
             self.process_group = process_group
             refused = ("adapt", "max_grad_norm", "ema", "process_group", "batchnorm")

@@ -16,7 +16,7 @@ numbers come from generators of their own, gradients and parameters are only rea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,8 @@ from curvlab.analysis.figures import axes_for, new_figure
 from curvlab.analysis.spectrum import spectrum
 from curvlab.curvature import Curvature
 from curvlab.defaults import PROVIDERS
-from curvlab.exceptions import SpecError
+from curvlab.exceptions import ArgumentError, SpecError, describe_argument
+from curvlab.matrix_functions import check_whole
 from curvlab.problem import Problem
 from curvlab.providers.base import estimate
 from curvlab.studies.small.errors import errors
@@ -134,16 +135,17 @@ class Tracker:
     densities: dict[int, Density] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        unknown = [name for name in self.measures if name not in MEASURES]
-        if unknown or isinstance(self.measures, str) or not self.measures:
-            raise SpecError(
-                f"measures={self.measures!r}: expected a list of names among {', '.join(MEASURES)}"
-            )
-        if self.every < 1:
-            raise SpecError(f"every={self.every}: expected a number of steps of at least 1")
+        if not isinstance(self.problem, Problem):
+            raise ArgumentError(f"Tracker takes a Problem; got a {describe_argument(self.problem)}")
+        given = self.measures
+        self.measures = () if isinstance(given, str) or not isinstance(given, Iterable) else tuple(given)
+        if not self.measures or not all(isinstance(n, str) and n in MEASURES for n in self.measures):
+            raise SpecError(f"measures={given!r}: expected a list of names among {', '.join(MEASURES)}")
+        self.every = check_whole("every", self.every)
 
     def __call__(self, step: int) -> None:
         """Measure, where it is this step's turn."""
+        step = check_whole("step", step, -(2**63))
         if step % self.every:
             return
         with _evaluating(self.problem.model):
