@@ -29,11 +29,15 @@ ASV_QUICK  := $(ONE_THREAD) $(BIN)/asv run --quick --show-stderr --python=same
 BENCH  ?= ^(?!.*(accelerator|imagenet10|Ratio|networks)) Step.track_peak_bytes.*imagenet10.*cpu $(NETWORKS)
 # One pair on networks of every kind.
 NETWORKS := networks.*fisher\W..(.ea-cg...)?.(fcnn|cnn|resnet8|vit-tiny|gpt-nano)....cross-entropy.*cpu
+# What `make asv-history` runs at every commit of COMMITS, with the suites of this tree.
+HISTORY ?= networks.(Step.time_run|Step.track_peak_bytes|Loss|Error).*fisher\W..(.(ea-cg|kfi)...)?.(fcnn|cnn|resnet8|vit-tiny|gpt-nano)....cross-entropy.*cpu
+COMMITS ?= HEAD
+PAST    := .asv/past
 RATIOS ?= (narrow|cifar10).*cpu SGDRatio.*pch-1.*imagenet10.*cpu
 say = @printf '==> %s\n'
 
 .DEFAULT_GOAL := help
-.PHONY: help install compare test test-fast test-shuffled test-adversarial test-long test-device lint types format reproduce reproduce-quick bench bench-device asv-quick asv-check asv-publish clean
+.PHONY: help install compare test test-fast test-shuffled test-adversarial test-long test-device lint types format reproduce reproduce-quick bench bench-device asv-quick asv-check asv-history asv-publish clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -121,6 +125,15 @@ asv-quick: $(STAMP) ## one sample of every benchmark of the narrow network
 asv-check: $(STAMP) ## check that every benchmark is found and valid
 	$(say) 'asv check'
 	@$(ONE_THREAD) $(BIN)/asv check --python=same
+
+asv-history: $(STAMP) ## measure networks of every kind at COMMITS='one two three', for asv-publish
+	@$(BIN)/asv machine --yes >/dev/null
+	@for commit in $$(git rev-list --no-walk=unsorted $(COMMITS)); do \
+	  printf '==> asv, %s\n' "$$commit"; \
+	  rm -rf $(PAST) && mkdir -p $(PAST) && git archive "$$commit" curvlab | tar -x -C $(PAST) && \
+	  PYTHONPATH=$(CURDIR)/$(PAST) $(ONE_THREAD) $(BIN)/asv run --python=same --show-stderr -a rounds=1 -a repeat=5 \
+	    --set-commit-hash "$$commit" -b '$(HISTORY)' $(ARGS) || exit 1; \
+	done; rm -rf $(PAST)
 
 asv-publish: $(STAMP) ## build the page of the benchmark history
 	@$(BIN)/asv publish

@@ -298,7 +298,7 @@ def table(rows: list[Row]) -> str:
 
 
 def _values(part: str, rows: list[Row]) -> dict[str, list[list[float]]]:
-    """Columns of numbers by label: one number a seed in each."""
+    """Columns of numbers by label: one number per seed in each."""
     if part == "bias":
         labels = rows[0]["relative"]
         return {label: [[r["relative"][label]["Total"] for r in rows]] for label in labels}

@@ -1,6 +1,7 @@
 """The paper's Tables 2 and 4 beside PCH kept signed and PCH by rows, along a run that trains.
 
     python -m benchmarks.beyond_chains_paper FOLDER [--seeds 0 1 2] [--updates 400] [--every 50] [--seconds N]
+                                               [--criteria cross-entropy robust] [--batch 500]
     python -m benchmarks.beyond_chains_paper FOLDER --table
 
 PCH-1 with KFI (lr 0.2, α 0.01) trains the paper's CIFAR-10 network, sigmoid, in batches of 500; at every
@@ -53,7 +54,7 @@ def trajectory(criterion: str, seed: int, options: argparse.Namespace) -> Trajec
 def measure(options: argparse.Namespace) -> None:
     """Run what is missing; stops after a trajectory once the time is over."""
     for seed in options.seeds:
-        for criterion in TABLES:
+        for criterion in options.criteria:
             task = trajectory(criterion, seed, options)
             places = Places(options.folder / TABLES[criterion], options.runs or options.folder / "runs")
             if not task.finished(Store(places.store)):
@@ -98,6 +99,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--criteria", nargs="+", default=list(TABLES), choices=list(TABLES))
     parser.add_argument("--updates", type=int, default=400)
     parser.add_argument("--every", type=int, default=50)
     parser.add_argument("--batch", type=int, default=BATCH, help="images that errors are measured on")

@@ -53,7 +53,8 @@ def main() -> None:
     print(f"{options.optimizer} on {options.data}, batch {options.batch}, {4 * quarter} steps")
     for index, (time, live, resident) in enumerate(rows, start=1):
         print(
-            f"quarter {index}: {1000 * time:8.3f} ms a step, {live:12,} tensor bytes, {resident:14,} resident"
+            f"quarter {index}: {1000 * time:8.3f} ms per step, {live:12,} tensor bytes, "
+            f"{resident:14,} resident"
         )
     ratios = [last / first if first else float("nan") for first, last in zip(rows[0], rows[-1], strict=True)]
     print("last / first: {:.3f} time, {:.3f} tensor bytes, {:.3f} resident".format(*ratios))

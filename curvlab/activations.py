@@ -494,9 +494,14 @@ def by_name(name: str) -> Activation:
     >>> by_name("sigmoid").lipschitz
     0.25
     """
-    activation = activation_of(module_of(name))
-    assert activation is not None, f"{name} is in NAMED but not in MODULES"
-    return activation
+    return _known_activation(module_of(name))
+
+
+def _known_activation(module: nn.Module) -> Activation:
+    found = activation_of(module)
+    if found is None:
+        raise LookupError(f"{type(module).__name__} is an activation by name, but has no entry in MODULES")
+    return found
 
 
 def module_of(name: str) -> nn.Module:
@@ -596,9 +601,7 @@ def _from_settings(module_type: Callable[..., nn.Module]) -> Callable[..., Activ
     """A factory with the module's own settings: torch names and orders them as in the function."""
 
     def factory(*settings: Any, **named: Any) -> Activation:
-        activation = activation_of(module_type(*settings, **named))
-        assert activation is not None, f"{module_type} is not in MODULES"
-        return activation
+        return _known_activation(module_type(*settings, **named))
 
     return factory
 

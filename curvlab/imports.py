@@ -152,7 +152,7 @@ def _module(name: str) -> ModuleType:
     """The module `name`: that of the working folder where its first part is there, else the installed one."""
     top, dot, rest = name.partition(".")
     here = _finder_of(os.getcwd())
-    local, installed = here.locate(top), _installed(top)
+    local, installed = here.locate(top), _find_installed(top)
     if local is None or (local.origin is None and installed is not None):
         # A plain folder, a namespace to Python, yields to what is installed: it may hold anything.
         return importlib.import_module(name)
@@ -163,7 +163,7 @@ def _module(name: str) -> ModuleType:
     return importlib.import_module(registered + dot + rest)
 
 
-def _installed(top: str) -> ModuleSpec | None:
+def _find_installed(top: str) -> ModuleSpec | None:
     """What `import top` would find, or has found, without the finders of this module."""
     if top in sys.modules:
         return getattr(sys.modules[top], "__spec__", None) or ModuleSpec(top, None)  # `__main__` has none

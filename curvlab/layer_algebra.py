@@ -129,13 +129,13 @@ def select_layer(layer: LayerCurvature, names: Collection[str]) -> LayerCurvatur
 
 @select_layer.register
 def _(layer: KroneckerLayer, names: Collection[str]) -> LayerCurvature | None:
-    weight, bias = _chosen(layer.weight_name, names), _chosen(layer.bias_name, names)
+    weight, bias = _name_if_among(layer.weight_name, names), _name_if_among(layer.bias_name, names)
     return None if weight is bias is None else replace(layer, weight_name=weight, bias_name=bias)
 
 
 @select_layer.register
 def _(layer: SharedLayer, names: Collection[str]) -> LayerCurvature | None:
-    weight, bias = _chosen(layer.weight_name, names), _chosen(layer.bias_name, names)
+    weight, bias = _name_if_among(layer.weight_name, names), _name_if_among(layer.bias_name, names)
     if weight is None and bias is None:
         return None
     if weight is None:
@@ -165,7 +165,7 @@ def _select_entries(factor: Factor, spans: Sequence[tuple[int, int]]) -> Factor:
 @select_layer.register
 def _(layer: EigenLayer, names: Collection[str]) -> LayerCurvature | None:
     if layer.weight_name in names:
-        return replace(layer, bias_name=_chosen(layer.bias_name, names))
+        return replace(layer, bias_name=_name_if_among(layer.bias_name, names))
     if layer.bias_name is None or layer.bias_name not in names:
         return None
     return KroneckerLayer(layer.name, None, layer.bias_name, layer.mean_output)
@@ -176,11 +176,11 @@ def _(layer: OperatorLayer, names: Collection[str]) -> LayerCurvature | None:
     blocks = {name: block for name, block in layer.operators.items() if name in names}
     if not blocks:
         return None
-    weight, bias = _chosen(layer.weight_name, names), _chosen(layer.bias_name, names)
+    weight, bias = _name_if_among(layer.weight_name, names), _name_if_among(layer.bias_name, names)
     return replace(layer, operators=blocks, weight_name=weight, bias_name=bias)
 
 
-def _chosen(name: str | None, names: Collection[str]) -> str | None:
+def _name_if_among(name: str | None, names: Collection[str]) -> str | None:
     return name if name in names else None
 
 

@@ -177,7 +177,7 @@ class Problem(FullPrecision):
         self._begun: tuple[Versions, Batch, Recording] | None = None
         self._trusted = False
         if isinstance(self._source, Single):
-            self._source = Single(self._checked(self._source.batch, "the batch"))
+            self._source = Single(self._check_place(self._source.batch, "the batch"))
 
     @property
     def model(self) -> nn.Module:
@@ -225,7 +225,7 @@ class Problem(FullPrecision):
             batch = self._source.begin()
         if batch is None:
             return self._like or self._read_zeros()
-        batch = self._checked(batch, "the first batch")
+        batch = self._check_place(batch, "the first batch")
         try:
             if isinstance(self._source, Single):
                 return Reading.of(self.recording())
@@ -234,9 +234,9 @@ class Problem(FullPrecision):
             return Reading.of(self._begun[2])
         except AllWeightsZeroError:
             # No mean exists, and nothing can be compared; the layers are there all the same.
-            return self._read(batch)
+            return self._take_reading(batch)
 
-    def _read(self, batch: Batch) -> Reading:
+    def _take_reading(self, batch: Batch) -> Reading:
         given = (self.network, self.criterion, batch.inputs, batch.targets)
         return Reading.of(record(*given, torch_layout=self.torch_layout)[0])
 
@@ -252,9 +252,9 @@ class Problem(FullPrecision):
         logits = self.network.call(inputs).detach()
         label = torch.zeros(1, dtype=torch.int64, device=logits.device)
         try:
-            return self._read(Batch(inputs, label))
+            return self._take_reading(Batch(inputs, label))
         except ProblemError:
-            return self._read(Batch(inputs, torch.zeros_like(logits)))
+            return self._take_reading(Batch(inputs, torch.zeros_like(logits)))
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -302,9 +302,9 @@ class Problem(FullPrecision):
             yield self._source.batch
             return
         for index, batch in enumerate(self._source.batches()):
-            yield self._checked(batch, f"batch {index}")
+            yield self._check_place(batch, f"batch {index}")
 
-    def _checked(self, batch: Batch, what: str) -> Batch:
+    def _check_place(self, batch: Batch, what: str) -> Batch:
         """The batch, if it lies where the model does; cheaply, from dtypes and devices."""
         example = self.network.example
         named = [("inputs", tensor) for tensor in tensors_of(batch.inputs)] + [("targets", batch.targets)]
@@ -329,14 +329,12 @@ class Problem(FullPrecision):
         if self._reading is None:
             self._reading = Reading.of(recording)
         else:
-            self._compare_reading(recording)
+            self._compare_reading(self._reading, recording)
         _ = recording.weights  # a batch of which nothing counts is an error here, not where it is first read
         return recording
 
-    def _compare_reading(self, recording: Recording) -> None:
+    def _compare_reading(self, first: Reading, recording: Recording) -> None:
         """Refuse a batch in which the model computes something of another structure than in the first."""
-        first = self._reading
-        assert first is not None
         now = Reading.of(recording)
         if (first.chain is None) != (now.chain is None) or (
             first.chain is not None and now.chain is not None and not first.chain.same_as(now.chain)
@@ -357,12 +355,12 @@ class Problem(FullPrecision):
         counted = isinstance(self._source, EmptySource)
         for batch in self.batches():
             with suppress(AllWeightsZeroError):
-                yield self._recorded(batch)
+                yield self._recording_of(batch)
                 counted = True
         if not counted:
             raise AllWeightsZeroError
 
-    def _recorded(self, batch: Batch) -> Recording:
+    def _recording_of(self, batch: Batch) -> Recording:
         """The recording of a stream's batch: that which `reading` has made, while nothing has changed."""
         begun, self._begun = self._begun, None
         if begun is not None and begun[1] is batch and not begun[0].differing(self._tensors_with(batch)):
@@ -427,7 +425,7 @@ class Problem(FullPrecision):
                 _ = terms.weights
                 yield terms
 
-    def _decayed(self, gradient: Gradient) -> Gradient:
+    def _add_decay(self, gradient: Gradient) -> Gradient:
         """The gradient with λθ added; entries in factors are then formed."""
         return add_decay(gradient, self.network.parameters, self.l2) if self.l2 else gradient
 
@@ -442,13 +440,13 @@ class Problem(FullPrecision):
         With a `process_group` E is over the rows of all its ranks, each of which must make this call.
         """
         if process_group is not None:
-            return self._decayed(self.join(communicator_of(process_group), gradient=True).gradient)
+            return self._add_decay(self.join(communicator_of(process_group), gradient=True).gradient)
         if not self.streamed:
-            return self._decayed(gradient_of(self.recording()))
+            return self._add_decay(gradient_of(self.recording()))
         mean = GradientMean()
         for recording in self.recordings():
             mean.add(recording)
-        return self._decayed(mean.value())
+        return self._add_decay(mean.value())
 
     def per_example_gradients(self) -> dict[str, Tensor]:
         """∇ξ_i of every example, {parameter name: (examples, *shape)}: a copy of the parameters for each.
@@ -464,7 +462,7 @@ class Problem(FullPrecision):
         found = []
         for batch in self.batches():
             try:
-                recording = self._recorded(batch) if self.streamed else self.recording()
+                recording = self._recording_of(batch) if self.streamed else self.recording()
                 found.append(example_gradients(recording))
             except AllWeightsZeroError:
                 count = len(batch.targets)

@@ -181,7 +181,7 @@ def build(
         if key not in annotations:
             raise unknown_name(f"field of `{name}`", key, annotations)
         try:
-            values[key] = _read(text, annotations[key])
+            values[key] = _read_value(text, annotations[key])
         except ValueError as error:
             raise SpecError(f"`{key}` of `{name}` takes {_takes(annotations[key])}; got `{text}`.") from error
     missing = missing_fields(cls, values)
@@ -386,7 +386,7 @@ def _takes(annotation: Any) -> str:
     return _SCALARS[annotation][0] if annotation in _SCALARS else "a value that no text can give"
 
 
-def _read(text: str, annotation: Any) -> Any:
+def _read_value(text: str, annotation: Any) -> Any:
     if members := _union(annotation):
         if text.lower() == "none" and types.NoneType in typing.get_args(annotation):
             return None
@@ -396,7 +396,7 @@ def _read(text: str, annotation: Any) -> Any:
             raise ValueError(text)
         return choices[text]
     if (element := _element(annotation)) is not None:
-        return tuple(_read(part, element) for part in _parts(text, element))
+        return tuple(_read_value(part, element) for part in _parts(text, element))
     if annotation not in _SCALARS:
         raise ValueError(f"no text form for {annotation}")
     return _SCALARS[annotation][1](text)
@@ -405,10 +405,10 @@ def _read(text: str, annotation: Any) -> Any:
 def _read_union(text: str, members: tuple[Any, ...]) -> Any:
     for member in members[:-1]:
         try:
-            return _read(text, member)
+            return _read_value(text, member)
         except ValueError:
             continue
-    return _read(text, members[-1])
+    return _read_value(text, members[-1])
 
 
 def _parts(text: str, element: Any) -> list[str]:
@@ -436,7 +436,7 @@ def _write(value: Any, annotation: Any) -> str:
 def _fits(value: Any, annotation: Any) -> bool:
     """Whether the text of ``value``, read by this member of a union, gives ``value`` back."""
     try:
-        return bool(_read(_write(value, annotation), annotation) == value)
+        return bool(_read_value(_write(value, annotation), annotation) == value)
     except (AttributeError, OverflowError, TypeError, ValueError):
         return False
 

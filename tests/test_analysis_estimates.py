@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import curvlab
 from curvlab import Additive
+from curvlab.analysis import density as density_module
 from curvlab.analysis import similarity as similarity_module
 from curvlab.curvature import Curvature
 from tests.cases import Case
@@ -237,6 +238,33 @@ def bulk_distance(density: curvlab.Density, values: np.ndarray) -> tuple[int, fl
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
+def test_a_density_and_its_negative_mass_lie_within_their_error_bars(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, dense = whole_hessian(name)
+    monkeypatch.setattr(curvlab.curvature, "DENSE_OPERATOR_UP_TO", 0)
+    curvature = curvlab.curvature_from(dense)
+    values = np.linalg.eigvalsh(dense.numpy())
+    width = (values[-1] - values[0]) / 250
+    found = [
+        curvlab.density(curvature, probes=12, width=width, points=250, seed=seed) for seed in range(SEEDS)
+    ]
+    # The share of all eigenvalues at each point, of which a millionth is nothing.
+    errors, bars = [], []
+    for one in found:
+        grid = one.grid.numpy()[:, None]
+        true = np.exp(-0.5 * ((grid - values) / width) ** 2).sum(1) / len(values)
+        scale = width * np.sqrt(2 * np.pi)
+        errors.append(scale * one.density.numpy() - true)
+        bars.append(scale * (one.band[1] - one.density).numpy() / 2 + 1e-6)
+    assert_covered(np.stack(errors), np.stack(bars))
+    assert found[0].negative_from == pytest.approx(-2 * width, rel=1e-3)
+    off = np.array([one.negative_mass - (values < one.negative_from).mean() for one in found])
+    assert_covered(off, np.array([one.negative_mass_error for one in found]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_a_density_has_the_outliers_and_the_bulk_of_the_spectrum(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -319,6 +347,27 @@ def test_a_kronecker_density_of_millions_of_eigenvalues_takes_no_probe(
     assert found.mean * fisher.numel == pytest.approx(float(fisher.trace()), rel=1e-4)
     monkeypatch.undo()
     assert found.ends[1] == pytest.approx(float(curvlab.spectrum(fisher, k=1).eigenvalues[0]), rel=1e-5)
+
+
+def test_an_exact_density_counts_every_negative_eigenvalue_and_has_no_error() -> None:
+    fisher = curvlab.estimate("fisher", Case().build()[0])
+    below = curvlab.density(-1e-3 * fisher)
+    values = np.linalg.eigvalsh((1e-3 * fisher).to_dense().numpy())
+    assert below.probes == 0
+    assert below.negative_mass == pytest.approx((values > 1e-10 * values[-1]).mean())
+    assert below.negative_mass_error == 0
+
+
+def test_nodes_on_a_grid_have_the_density_of_the_nodes_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    fisher = curvlab.estimate("fisher", Case().build()[0])
+    exact = curvlab.density(fisher)
+    values, width = np.linalg.eigvalsh(fisher.to_dense().numpy()), exact.nodes.max().item() / 250
+    bumps = np.exp(-0.5 * ((exact.grid.numpy()[:, None] - values) / width) ** 2).mean(1)
+    expected = bumps / width / np.sqrt(2 * np.pi)
+    np.testing.assert_allclose(exact.density, expected, atol=1e-4 * expected.max())
+    monkeypatch.setattr(density_module, "EXACT_UP_TO", 0)
+    shared = curvlab.density(fisher)
+    np.testing.assert_allclose(shared.density, expected, atol=0.02 * expected.max())
 
 
 def test_negative_mass_is_the_share_of_negative_eigenvalues() -> None:

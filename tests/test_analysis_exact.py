@@ -106,9 +106,12 @@ def test_a_kronecker_spectrum_is_that_of_the_whole_matrix(network: curvlab.Probl
     np.testing.assert_allclose(vectors @ dense, found.eigenvalues.numpy()[:, None] * vectors, atol=1e-9)
 
 
-def test_samples_have_the_inverse_as_covariance() -> None:
-    problem = CASES["language model, tied"].problem()
-    curvature = curvlab.estimate("fisher", problem)
+SAMPLED = ("chain", CONVOLUTION, "residual and a layer used twice", "attention", "language model, tied")
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_samples_have_the_inverse_as_covariance(name: str) -> None:
+    curvature = curvlab.estimate("fisher", CASES[name].problem())
     count = 20_000
     draws = curvature.sample(count, damping=Additive(0.5))
     assert {n: tuple(d.shape) for n, d in draws.items()} == {

@@ -14,7 +14,7 @@ from filelock import FileLock
 import curvlab
 from curvlab.cli import main
 from curvlab.exceptions import CurvlabError, DenseSizeError, FolderInUseError
-from curvlab.report.spectra import write_spectrum
+from curvlab.report.spectra import spectrum_content, write_spectrum
 from curvlab.studies.setup import Setup
 from curvlab.studies.small.spectra import SpectrumStudy, study_spectrum
 
@@ -49,6 +49,7 @@ def test_page_and_frames_have_the_spectrum_of_the_whole_hessian(tmp_path: Path) 
     frame = pd.read_csv(tmp_path / "eigenvalues.csv")
     assert frame["eigenvalue"].tolist() == pytest.approx(values[:4].tolist(), abs=1e-9)
     assert frame["residual"].max() < 1e-8
+    negative = float((values < -1e-10 * values.abs().max()).double().mean())
     measures = pd.read_csv(tmp_path / "measures.csv").set_index("measure")
     trace = measures.loc["trace"]
     assert abs(trace["value"] - float(whole.trace())) < 5 * trace["standard_error"]
@@ -58,8 +59,23 @@ def test_page_and_frames_have_the_spectrum_of_the_whole_hessian(tmp_path: Path) 
     page = (tmp_path / "spectrum.html").read_text(encoding="utf-8")
     for heading in ("Density", "Largest eigenvalues", "Layer sharpness", "Measures of the whole matrix"):
         assert heading in page
-    assert "are negative" in page
+    assert "are negative" in page  # so few parameters have all their eigenvalues, and no estimate
+    assert measures.loc["negative mass", "standard_error"] == 0
+    assert measures.loc["negative mass", "value"] == pytest.approx(negative)
+    assert f">{len(values)}<" in page
     assert page.count("<svg") == 3
+
+
+def test_an_estimated_share_of_negative_eigenvalues_has_its_error_and_says_from_where(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(curvlab.curvature, "DENSE_OPERATOR_UP_TO", 0)
+    problem = Setup(arch="64-6-10", batch=60, dtype="float64").build_problem()
+    study = study_spectrum(curvlab.estimate("hessian[full=true]", problem), k=2, probes=4, steps=30)
+    row = study.measures().set_index("measure").loc["negative mass"]
+    assert 0 < row["standard_error"] < row["value"] < 1
+    said = " ".join(spectrum_content(study).answer.paragraphs)
+    assert f"{row['value']:.1%} (± {row['standard_error']:.1%}) of the eigenvalues lie below -0.00" in said
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pydoc
 import re
 import subprocess
 import tomllib
@@ -13,6 +14,10 @@ import yaml
 ROOT = Path(__file__).parents[1]
 DECISIONS = sorted((ROOT / "docs" / "decisions").glob("*.md"))
 DOCUMENTS = ["CONTRIBUTING.md", "README.md", *(str(path.relative_to(ROOT)) for path in DECISIONS)]
+SOURCES = {
+    "docs": sorted((ROOT / "docs").glob("*.md")),
+    "curvlab": sorted((ROOT / "curvlab").rglob("*.py")),
+}
 PATH = re.compile(
     r"(?<![\w/.<-])((?:curvlab|tests|docs|benchmarks|\.github|\.ci)/[\w./-]*\w"
     r"|\.pre-commit-config\.yaml|CITATION\.cff)"
@@ -27,6 +32,24 @@ def test_every_path_that_a_document_names_exists(document: str) -> None:
         for link in re.findall(r"\]\(([\w./-]+\.md)\)", text)
     }
     assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
+
+
+# Groups of entry points look like modules, and are none.
+GROUPS = {f"curvlab.{group}" for group in ("bindings", "columns", "datasets", "executors", "settings")}
+TEXTS = [
+    *DOCUMENTS,
+    *(str(path.relative_to(ROOT)) for folder in ("docs", "curvlab") for path in SOURCES[folder]),
+]
+
+
+def names_in(text: str) -> set[str]:
+    return set(re.findall(r"`~?(curvlab(?:\.\w+)+)", text)) - GROUPS
+
+
+def test_every_dotted_name_that_a_text_gives_exists() -> None:
+    named = {name for text in TEXTS for name in names_in((ROOT / text).read_text(encoding="utf-8"))}
+    assert {"curvlab.testing.provider_checks", "curvlab.specs.INTERFACE"} <= named
+    assert [name for name in sorted(named) if pydoc.locate(name) is None] == []
 
 
 def test_the_paths_of_contributing_are_found_at_all() -> None:

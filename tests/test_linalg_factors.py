@@ -63,6 +63,17 @@ def close(value: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize("name", FACTORS)
+def test_a_product_is_added_in_full_precision_under_autocast(name: str) -> None:
+    factor = FACTORS[name]()[0].map(Tensor.float)
+    rows = randn(3, factor.size, seed=5).float()
+    outside, inside = torch.ones(2, 3, factor.size)
+    factor.add_product_(outside, rows, 0.5)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        factor.add_product_(inside, rows, 0.5)
+    assert torch.equal(inside, outside)
+
+
+@pytest.mark.parametrize("name", FACTORS)
 def test_a_factor_is_the_matrix_it_stands_for(name: str) -> None:
     factor, matrix = FACTORS[name]()
     n = len(matrix)

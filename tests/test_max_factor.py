@@ -69,6 +69,38 @@ def test_a_vocabulary_head_and_a_wide_parameter_are_diagonal_and_said_to_be() ->
         assert all(bool(torch.isfinite(step).all()) for step in solution.direction.values())
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("network", ["chain", "tokens", "convolution in groups"])
+def test_the_notes_name_every_side_that_is_cut_and_no_other(network: str, streamed: bool) -> None:
+    torch.manual_seed(1)
+    groups = nn.Sequential(nn.Conv2d(4, 6, 3, groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(24, 2))
+    model = {"chain": chain(), "tokens": Tokens(), "convolution in groups": groups}[network].double()
+    asked = problem(model, 8) if network != "convolution in groups" else None
+    if asked is None:
+        asked = curvlab.Problem(model, "cross-entropy", torch.randn(8, 4, 4, 4).double(), torch.arange(8) % 2)
+    if streamed:
+        batch = next(asked.batches())
+        batches = [(batch.inputs[:3], batch.targets[:3]), (batch.inputs[3:], batch.targets[3:])]
+        asked = curvlab.Problem(model, "cross-entropy", batches)
+    whole = curvlab.estimate("fisher", asked)
+    assert whole.notes == ()
+    cut = curvlab.estimate("fisher[max_factor=5]", asked)
+    for layer in cut.layers:
+        said = [note for note in cut.notes if f"`{layer.name}`" in note]
+        names = [name for name, block in layer.blocks.items() if not _equal(block, whole.blocks[name])]
+        assert bool(names) == bool(said), layer.name
+        if layer.name == "0" and network == "convolution in groups":
+            assert any("bias block" in note for note in said)  # two groups of three outputs are six
+        if layer.name != "embed" and names and "weight" in names[0]:
+            assert any("input side" in note for note in said) == (
+                layer.blocks[names[0]].to_dense().shape[0] // layer.blocks[names[0]].shape[0] > 5
+            )
+
+
+def _equal(block: curvlab.linalg.Block, other: curvlab.linalg.Block) -> bool:
+    return torch.allclose(block.to_dense(), other.to_dense(), atol=1e-12)
+
+
 def test_a_stream_turns_diagonal_when_its_rows_become_many() -> None:
     model = chain()
     torch.manual_seed(1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import pytest
@@ -129,12 +129,9 @@ def embedding_case(name: str, *dims: int, padding: int | None = None) -> Case:
     )
 
 
-CONVOLUTIONS: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-TRANSPOSED: dict[int, Callable[..., Tensor]] = {
-    1: F.conv_transpose1d,
-    2: F.conv_transpose2d,
-    3: F.conv_transpose3d,
-}
+ByDimensions = dict[int, Callable[..., Tensor]]
+CONVOLUTIONS: ByDimensions = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+TRANSPOSED: ByDimensions = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
 
 def channels_last(out: Tensor) -> Tensor:
@@ -149,54 +146,32 @@ def convolution_case(
     outputs: int = 2,
     groups: int = 1,
     folds: int = 1,
+    transposed: bool = False,
     **options: Any,
 ) -> Case:
-    x = draw(B * folds, channels, *sizes)
-    shape = (outputs, channels // groups, *kernel)
-    function = CONVOLUTIONS[len(sizes)]
-    sample = function(x, torch.zeros(shape, dtype=x.dtype), groups=groups, **options)
-    return Case(
-        name,
-        shape,
-        lambda weight: function(x, weight, groups=groups, **options),
-        ConvolutionUse.from_call(x, B, shape, groups=groups, **options),
-        channels_last,
-        lambda weight, o: weight[o].flatten(),
-        groups,
-        tuple(sample.shape[2:]) if folds == 1 else None,
-    )
-
-
-def transposed_case(
-    name: str,
-    sizes: tuple[int, ...],
-    kernel: tuple[int, ...],
-    channels: int = 2,
-    outputs: int = 2,
-    groups: int = 1,
-    folds: int = 1,
-    **options: Any,
-) -> Case:
-    x = draw(B * folds, channels, *sizes)
+    x, options = draw(B * folds, channels, *sizes), {"groups": groups, **options}
     per_group, inputs = outputs // groups, channels // groups
-    shape = (channels, per_group, *kernel)
-    function = TRANSPOSED[len(sizes)]
-    sample = function(x, torch.zeros(shape, dtype=x.dtype), groups=groups, **options)
+    shape = (channels, per_group, *kernel) if transposed else (outputs, inputs, *kernel)
+    function = (TRANSPOSED if transposed else CONVOLUTIONS)[len(sizes)]
+    sample = function(x, torch.zeros(shape, dtype=x.dtype), **options)
 
     def inputs_of(weight: Tensor, o: int) -> Tensor:
         group, within = divmod(o, per_group)
-        return weight[group * inputs : (group + 1) * inputs, within].flatten()
+        return (weight[group * inputs :][:inputs, within] if transposed else weight[o]).flatten()
 
     return Case(
         name,
         shape,
-        lambda weight: function(x, weight, groups=groups, **options),
-        TransposedConvolutionUse.from_call(x, B, shape, groups=groups, **options),
+        lambda weight: function(x, weight, **options),
+        (TransposedConvolutionUse if transposed else ConvolutionUse).from_call(x, B, shape, **options),
         channels_last,
         inputs_of,
         groups,
         tuple(sample.shape[2:]) if folds == 1 else None,
     )
+
+
+transposed_case = partial(convolution_case, transposed=True)
 
 
 CASES = [

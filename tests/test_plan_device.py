@@ -16,6 +16,7 @@ from curvlab.measure.operations import Launch, Operations, count, operations
 from curvlab.studies.setup import Setup
 from curvlab.studies.small.floor import Rates, calibrate, rates_of
 from curvlab.studies.small.plan import COLUMNS
+from curvlab.studies.small.speeds import Curve, Speeds
 
 CHAIN = Setup(arch="24-16-12-8-4", batch=20)
 PAIR = {"providers": ["fisher"], "solvers": ["kfi"], "forms": ["sample-space"]}
@@ -30,6 +31,7 @@ def test_launches_views_operations_and_bytes_are_counted_by_hand() -> None:
         torch.empty(7)
     assert [one.name for one in found.launches] == ["aten.mm", "aten.add_", "aten._foreach_add"]
     assert found.views == 1
+    assert [one.side for one in found.launches] == [3, 0, 0]
     assert [one.bytes for one in found.launches] == [4 * (12 + 20 + 15), 4 * 2 * 15, 4 * 2 * (12 + 20)]
     assert found.flops == count(lambda: x @ y) == 2 * 3 * 4 * 5
 
@@ -45,6 +47,33 @@ def test_a_floor_is_launches_or_work_whichever_is_longer_and_reads() -> None:
     assert slow.verdict(asked) == "launch bound: launches and reads take 2.9 × its arithmetic"
     processor = Rates("c", 1e3, 1e3, launch=1.0, read=0.0, source="by hand", overlapping=False)
     assert processor.floor(asked) == (2 + 5) * 1.0 + 5.0
+
+
+def test_the_side_of_a_launch_is_that_of_its_matrices_or_of_what_is_factorised() -> None:
+    lower, columns = torch.eye(6), torch.ones(6, 2)
+    with operations() as found:
+        lower @ columns
+        lower @ columns[:, 0]
+        torch.linalg.cholesky_ex(lower)
+        torch.cholesky_solve(columns, lower)
+        torch.addmm(torch.ones(2), columns.T, columns)
+    assert [one.side for one in found.launches if one.flops] == [2, 1, 6, 6, 2]
+
+
+def test_speeds_go_by_kind_and_size() -> None:
+    """A factorisation by its own curve, an addition by the bytes, a product by the larger of two times."""
+    product, own = Curve(((1, 1e3), (16, 16e3))), Curve(((1, 10.0),))
+    speeds = Speeds(product, {"aten.linalg_cholesky_ex": own}, Curve(((1, 100.0),)))
+    launches = [
+        Launch("aten.mm", 8000, 100, 4),
+        Launch("aten.mm", 8, 100, 4),
+        Launch("aten.linalg_cholesky_ex", 50, 1, 16),
+        Launch("aten.add", 0, 300),
+    ]
+    assert [speeds.of(one) for one in launches] == pytest.approx([2.0, 1.0, 5.0, 3.0])
+    assert speeds.seconds(Operations(launches)) == pytest.approx(11.0)
+    processor = Rates("c", 1, 1, launch=1.0, read=0.0, source="", overlapping=False, speeds=speeds)
+    assert processor.floor(Operations(launches, views=2)) == pytest.approx(6 + 11.0)
 
 
 @pytest.mark.parametrize("name", DATA_SHEETS)
@@ -118,3 +147,8 @@ def test_this_machine_is_calibrated_and_its_error_told() -> None:
     assert not found.rates.overlapping
     assert found.predicted > 0 < found.measured
     assert found.error == found.predicted / found.measured - 1
+    speeds = found.rates.speeds
+    assert speeds is not None
+    curves = [speeds.product, speeds.stream, *speeds.factorisations.values()]
+    assert all(value > 0 for curve in curves for _, value in curve.points)
+    assert found.rates.flops == max(value for _, value in speeds.product.points)

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import curvlab
-from curvlab.linalg import execution, pending
+from curvlab.linalg import execution
 from curvlab.measure import device
 from tests.solver_cases import KRONECKER, MATRIX_FREE, NARROW, SOLVERS, WIDE, WITH_EXPLICIT, problem
 
@@ -51,7 +51,7 @@ def test_an_accelerator_is_read_every_eighth_iteration(
 ) -> None:
     monkeypatch.setattr(device, "read_interval", lambda tensor, *_: 8)
     monkeypatch.setattr(device, "in_pieces", lambda tensor: False)
-    monkeypatch.setattr(pending, "in_pieces", lambda tensor: False)
+    monkeypatch.setattr(execution, "in_pieces", lambda tensor: False)
     layers, checks = 3, 2
     reads = reads_of(f"{solver}[max_iter={iterations},tol=0]", provider, size)
     assert reads <= layers * ceil(iterations / 8) + checks
@@ -60,7 +60,7 @@ def test_an_accelerator_is_read_every_eighth_iteration(
 @pytest.mark.parametrize("solver", ["cg", "ea-cg", "cg[formulation=explicit]", "cg[preconditioner=jacobi]"])
 def test_with_no_interval_the_iteration_reads_nothing(monkeypatch: pytest.MonkeyPatch, solver: str) -> None:
     monkeypatch.setattr(device, "read_interval", lambda tensor, *_: 0)
-    for module in (device, execution, pending):
+    for module in (device, execution):
         monkeypatch.setattr(module, "readable", lambda tensor: False)
     assert reads_of(solver, "pch-1", WIDE) == 0
 

@@ -271,7 +271,7 @@ FLAWS: dict[str, tuple[str, str, Flaw]] = {
     "psd": ("psd", "smallest eigenvalue is -", claims_too_much),
     "random": ("repeatable", "a second call", is_never_the_same),
     "rounding": ("precision", "float32", depends_on_rounding),
-    "never stale": ("fresh", "does not say so", never_grows_old),
+    "never stale": ("fresh", "gives no warning", never_grows_old),
     "draws": ("side-effects", "torch's random state", draws),
     "draws from python": ("side-effects", "Python's random state", draws_from_python),
     "draws from numpy": ("side-effects", "numpy's random state", draws_from_numpy),

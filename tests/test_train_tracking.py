@@ -13,6 +13,8 @@ from click.testing import CliRunner
 import curvlab
 from curvlab.cli import main
 from curvlab.exceptions import SpecError
+from curvlab.report.drawing import Look
+from curvlab.report.tracking import tracking_content
 from curvlab.studies.setup import Setup
 from curvlab.studies.train.folder import read_checkpoint
 from curvlab.studies.train.run import TrainPlan, train
@@ -76,3 +78,31 @@ def test_the_command_writes_the_numbers_and_a_page(tmp_path: Path) -> None:
 def test_what_cannot_be_tracked_is_refused(fields: dict[str, object]) -> None:
     with pytest.raises(SpecError, match="expected"):
         Tracking(**fields)  # type: ignore[arg-type]
+
+
+def test_errors_are_a_line_for_each_provider_with_a_legend_below_the_axes() -> None:
+    rows = [
+        {
+            "step": step,
+            "measure": "errors",
+            "of": f"{name}, layer {layer}",
+            "value": 1.0,
+            "standard_error": 0.0,
+        }
+        for name in ("fisher", "gauss-newton[kind=rows,samples=1]", "pch-1", "pch-2")
+        for layer in (1, 2, 3, "Total")
+        for step in (0, 10)
+    ]
+    content = tracking_content(pd.DataFrame(rows), ())
+    (drawing,) = next(section for section in content.sections if section.name == "errors").drawings
+    axes = drawing.draw(Look.of([]))
+    figure, legend = axes.get_figure(root=True), axes.get_legend()
+    assert figure is not None
+    assert legend is not None
+    figure.draw_without_rendering()
+    named = [text.get_text() for text in legend.get_texts()]
+    assert named == ["fisher", "gauss-newton[kind=rows,samples=1]", "pch-1", "pch-2"]
+    assert len(axes.lines) == 16
+    assert legend.get_window_extent().y1 <= axes.get_window_extent().y0
+    assert legend.get_window_extent().y0 >= figure.bbox.y0
+    assert axes.get_window_extent().height > 0.5 * figure.bbox.height

@@ -15,12 +15,16 @@ weights, and the eigenvalue counted with 1/n:
 with 20 steps or less, there may be further ones: the gap is then the widest among those that are known.
 
 `density` is φ on `grid`, smoothed by a Gaussian; `band` is two standard errors over the probes around it.
+
+How many eigenvalues are negative is no question for quadrature where many lie about zero: a node stands for
+many of them, on either side. `negative_mass` of an estimate therefore counts from twice the Gaussian's own
+standard deviation on, a 125th of the range below zero; an exact density counts every negative one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import pi, sqrt
 from typing import TYPE_CHECKING
 
@@ -50,7 +54,9 @@ LEADING = 8  # eigenvalues looked for by themselves: outliers are those before a
 LEADING_TOL = 1e-4
 PRODUCT_SECONDS = 1e-4  # the least that one takes
 POINTS = 1000
+EXACT_UP_TO = 4 * 10**6  # nodes times points: beyond, nodes are moved to the points of the grid around them
 NARROW = 250  # the Gaussian's standard deviation is this part of the whole range
+UNSURE = 2 / NARROW  # of the range: nearer to zero than this, an estimate does not tell a sign
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +65,7 @@ class Density:
 
     `grid` and `density` (points), `band` (2, points), below and above; `nodes` and `weights`, which add up to
     1; `outliers`, the largest eigenvalues up to the widest relative gap behind the second of them; `probes`
-    (0: exact) and the number of `parameters`.
+    (0: exact) and the number of `parameters`; the standard error of `negative_mass`.
     """
 
     label: str
@@ -71,6 +77,7 @@ class Density:
     outliers: Tensor
     probes: int
     parameters: int
+    negative_mass_error: float = 0.0
 
     @property
     def ends(self) -> tuple[float, float]:
@@ -84,10 +91,19 @@ class Density:
         return float(self.nodes @ self.weights)
 
     @property
-    def negative_mass(self) -> float:
-        """The share of eigenvalues below zero, by more than rounding."""
+    def negative_from(self) -> float:
+        """Eigenvalues below this count as negative: for an exact density below rounding, else see above."""
         rounding = 1e-6 if self.nodes.dtype != torch.float64 else 1e-10
-        return float(self.weights[self.nodes < -rounding * self.nodes.abs().max()].sum())
+        smallest = rounding * float(self.nodes.abs().max())
+        if self.probes == 0:
+            return -smallest
+        low, high = self.ends
+        return -max(smallest, UNSURE * (high - low))
+
+    @property
+    def negative_mass(self) -> float:
+        """The share of eigenvalues below `negative_from`."""
+        return float(self.weights[self.nodes < self.negative_from].sum())
 
     def frame(self) -> pd.DataFrame:
         """One row per point of the grid: eigenvalue, density, low and high."""
@@ -153,14 +169,19 @@ def density(
         top = nodes.topk(min(LEADING, len(nodes))).values
         per_probe, used = weights[None], 0
     else:
-        top, nodes, per_probe = _estimated(matrix, probes, steps, seed)
+        top, nodes, per_probe = _estimate_nodes(matrix, probes, steps, seed)
         weights, used = per_probe.mean(0), probes
     grid, smooth = _smoother(nodes, width, points)
-    curves = torch.stack([smooth(one) for one in per_probe])
+    curves = smooth(per_probe)
     middle = curves.mean(0)
     error = curves.std(0) / sqrt(len(curves)) if len(curves) > 1 else torch.zeros_like(middle)
     band = torch.stack([(middle - 2 * error).clamp(min=0), middle + 2 * error])
-    return Density(found.provider, grid, middle, band, nodes, weights, _outliers(top), used, matrix.size)
+    outliers = _outliers(top)
+    made = Density(found.provider, grid, middle, band, nodes, weights, outliers, used, matrix.size)
+    if used == 0:
+        return made
+    negative = per_probe[:, nodes < made.negative_from].sum(1)
+    return replace(made, negative_mass_error=float(negative.std()) / sqrt(used))
 
 
 def _all_eigenvalues(basis: Eigenbasis) -> tuple[Tensor, Tensor]:
@@ -177,7 +198,9 @@ def _all_eigenvalues(basis: Eigenbasis) -> tuple[Tensor, Tensor]:
     return torch.cat(values), count / count.sum()
 
 
-def _estimated(matrix: SymmetricMatrix, probes: int, steps: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+def _estimate_nodes(
+    matrix: SymmetricMatrix, probes: int, steps: int, seed: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """The largest eigenvalues, all nodes, and the weights of the nodes for each probe, (probes, nodes)."""
     size, like = matrix.size, matrix.like
     check_rows(matrix, probes, f"density(probes={probes:,})")
@@ -203,7 +226,7 @@ def _estimated(matrix: SymmetricMatrix, probes: int, steps: int, seed: int) -> t
     count, top, along = min(LEADING, size // 4), like.new_zeros(0), like.new_zeros(0, probes)
     vectors = runs[0].vectors
     if vectors is not None and count:
-        top, coefficients = leading_pairs(runs[0], count, LEADING_TOL)
+        top, coefficients = leading_pairs(runs[0], vectors[0], count, LEADING_TOL)
         along = coefficients @ (vectors[0] @ starts.T)
     rest = weights
     for value, shares in zip(top, along.square(), strict=True):
@@ -237,22 +260,26 @@ def _outliers(top: Tensor) -> Tensor:
 
 
 def _smoother(nodes: Tensor, width: float | None, points: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """The grid, and what turns the weights of the nodes into a smooth density on it."""
+    """The grid, and what turns rows of weights of the nodes into smooth densities on it."""
     low, high = float(nodes.min()), float(nodes.max())
     spread = high - low or max(abs(high), 1.0)
     sigma = spread / NARROW if width is None else width
     grid = torch.linspace(low - 4 * sigma, high + 4 * sigma, points, dtype=nodes.dtype, device=nodes.device)
+    scale = sigma * sqrt(2 * pi)
+    if len(nodes) * points <= EXACT_UP_TO:
+        bumps = torch.exp(-0.5 * ((nodes[:, None] - grid) / sigma).square()) / scale
+        return grid, lambda weights: weights @ bumps
     step = float(grid[1] - grid[0])
     # Each node is shared by the two points around it, so that millions of them cost one pass.
     place = ((nodes - grid[0]) / step).clamp(0, points - 1.001)
     left = place.floor().long()
     right_share = place - left
-    kernel = torch.exp(-0.5 * ((grid[:, None] - grid) / sigma).square()) / (sigma * sqrt(2 * pi))
+    kernel = torch.exp(-0.5 * ((grid[:, None] - grid) / sigma).square()) / scale
 
     def smooth(weights: Tensor) -> Tensor:
-        counts = torch.zeros_like(grid)
-        counts.index_add_(0, left, weights * (1 - right_share))
-        counts.index_add_(0, left + 1, weights * right_share)
-        return kernel @ counts
+        counts = weights.new_zeros(len(weights), points)
+        counts.index_add_(1, left, weights * (1 - right_share))
+        counts.index_add_(1, left + 1, weights * right_share)
+        return counts @ kernel
 
     return grid, smooth

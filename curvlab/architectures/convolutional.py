@@ -53,13 +53,13 @@ class ImageNetwork(OpenEnds):
         return replace(self, image=inputs, outputs=outputs)
 
     def _check(self, sizes: Sizes) -> None:
-        if len(sizes.inputs) != 3 or not _positive(sizes.inputs):
+        if len(sizes.inputs) != 3 or not _all_positive(sizes.inputs):
             raise SpecError(
                 f"{type(self).__name__} takes images of channels, height and width, e.g. 3-32-32; given "
                 f"inputs of `{'-'.join(map(str, sizes.inputs))}`. Use a data set of images (digits, cifar10, "
                 "synthetic-images), or an fcnn for rows of features"
             )
-        if not _positive((sizes.outputs,)):
+        if not _all_positive((sizes.outputs,)):
             raise SpecError(f"outputs is {sizes.outputs}; use 1 or more")
 
 
@@ -86,20 +86,20 @@ class LeNet(ImageNetwork):
         check_norm(self.norm, NORMS)
         if self.padding not in ("same", "valid"):
             raise SpecError(f"padding is `{self.padding}`; use same or valid")
-        height, width = (self._reduced(side) for side in sizes.inputs[1:])
+        height, width = (self._side_behind_pooling(side) for side in sizes.inputs[1:])
         if height < 1 or width < 1:
             raise SpecError(
                 f"an image of {sizes.inputs[1]}×{sizes.inputs[2]} is too small for two poolings"
                 f"{' and padding=valid; use padding=same' if self.padding == 'valid' else ''}"
             )
 
-    def _reduced(self, side: int) -> int:
+    def _side_behind_pooling(self, side: int) -> int:
         """The side of the image behind both convolutions and both poolings."""
         lost = 4 if self.padding == "valid" else 0
         return ((side - lost) // 2 - lost) // 2
 
     def _network(self, sizes: Sizes) -> nn.Module:
-        height, width = (self._reduced(side) for side in sizes.inputs[1:])
+        height, width = (self._side_behind_pooling(side) for side in sizes.inputs[1:])
         return _LeNet(self, sizes, height * width)
 
     def _gains(self) -> Mapping[str, float]:
@@ -170,7 +170,7 @@ class ResNet(ImageNetwork):
         by_name(self.activation)
         check_widths(self.widths, "16-32-64")
         check_norm(self.norm, NORMS)
-        if len(self.blocks) != len(self.widths) or not _positive(self.blocks):
+        if len(self.blocks) != len(self.widths) or not _all_positive(self.blocks):
             raise SpecError(
                 f"blocks are {'-'.join(map(str, self.blocks))} for {len(self.widths)} stages of widths "
                 f"{'-'.join(map(str, self.widths))}; give a positive number for each, e.g. blocks="
@@ -284,10 +284,10 @@ def check_norm(norm: str, known: tuple[str, ...]) -> None:
 
 def check_widths(widths: tuple[int, ...], example: str, length: int | None = None) -> None:
     """Refuse widths that are no positive integers, or not as many as `length`."""
-    if not widths or not _positive(widths) or (length is not None and len(widths) != length):
+    if not widths or not _all_positive(widths) or (length is not None and len(widths) != length):
         wanted = "positive integers" if length is None else f"{length} positive integers"
         raise SpecError(f"widths are {wanted}; given `{'-'.join(map(str, widths))}`. Write e.g. {example}")
 
 
-def _positive(values: tuple[int, ...]) -> bool:
+def _all_positive(values: tuple[int, ...]) -> bool:
     return all(isinstance(value, int) and not isinstance(value, bool) and value > 0 for value in values)

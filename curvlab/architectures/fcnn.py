@@ -81,7 +81,7 @@ class FCNN(Architecture):
         torch.Size([8, 20])
         """
         features = prod(inputs) if isinstance(inputs, tuple) else inputs
-        widths = self._fitted(features, outputs)
+        widths = self._fit_widths(features, outputs)
         if readable(torch.empty(0, dtype=dtype, device=device)):
             _check_memory(widths)
         generator = torch.Generator().manual_seed(seed)
@@ -91,7 +91,7 @@ class FCNN(Architecture):
             modules += [_linear(weight, self.bias), module_of(self.activation)]
         return nn.Sequential(*modules[:-1])
 
-    def _fitted(self, inputs: int | None, outputs: int | None) -> tuple[int, ...]:
+    def _fit_widths(self, inputs: int | None, outputs: int | None) -> tuple[int, ...]:
         first = self.widths[0] if inputs is None else inputs
         last = self.widths[-1] if outputs is None else outputs
         widths = (first, *self.widths[1:-1], last)
@@ -134,7 +134,7 @@ class Autoencoder(FCNN):
                 f"for that encoder write widths={_text(mirrored)}"
             )
 
-    def _fitted(self, inputs: int | None, outputs: int | None) -> tuple[int, ...]:
+    def _fit_widths(self, inputs: int | None, outputs: int | None) -> tuple[int, ...]:
         ends = {width for width in (inputs, outputs) if width is not None}
         if len(ends) > 1:
             raise SpecError(
@@ -142,7 +142,7 @@ class Autoencoder(FCNN):
                 "were asked for: use the inputs as targets, or an `fcnn`"
             )
         end = ends.pop() if ends else None
-        return super()._fitted(end, end)
+        return super()._fit_widths(end, end)
 
 
 def _linear(weight: Tensor, bias: bool) -> nn.Linear:

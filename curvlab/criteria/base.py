@@ -37,8 +37,7 @@ from torch import Tensor
 
 from curvlab.exceptions import NoRowsError, ProblemError, SpecError
 from curvlab.linalg import eigh
-from curvlab.linalg.execution import in_float
-from curvlab.linalg.pending import LEAST, Limits, require, would_read
+from curvlab.linalg.execution import LEAST, Limits, in_float, require, would_read
 from curvlab.measure.device import readable
 
 __all__ = [

@@ -129,21 +129,21 @@ class Tukey(SeparableCriterion):
 
     def output_losses(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Give ρ, with u = r/c clipped to [-1, 1]."""
-        u2 = self._clipped(logits, targets).square()
+        u2 = self._clip_residuals(logits, targets).square()
         # 1 - (1 - u²)³ multiplied out: the difference would cancel for small residuals.
         return self.c**2 / 6 * u2 * (3 - 3 * u2 + u2.square())
 
     def output_slopes(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Give ρ' = r (1 - u²)²."""
-        u = self._clipped(logits, targets)
+        u = self._clip_residuals(logits, targets)
         return self.c * u * (1 - u.square()).square()
 
     def output_curvatures(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Give ρ'' = (1 - u²)(1 - 5u²)."""
-        u2 = self._clipped(logits, targets).square()
+        u2 = self._clip_residuals(logits, targets).square()
         return (1 - u2) * (1 - 5 * u2)
 
-    def _clipped(self, logits: Tensor, targets: Tensor) -> Tensor:
+    def _clip_residuals(self, logits: Tensor, targets: Tensor) -> Tensor:
         """r/c in [-1, 1]: at ±1 value, slope and curvature are those of the constant part."""
         return ((logits - targets) / self.c).clamp(-1, 1)
 

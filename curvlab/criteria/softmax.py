@@ -44,8 +44,7 @@ from curvlab.criteria.base import (
     check_real_targets,
 )
 from curvlab.exceptions import ProblemError, SpecError
-from curvlab.linalg.execution import deferring
-from curvlab.linalg.pending import Limits, require
+from curvlab.linalg.execution import Limits, deferring, require
 from curvlab.measure.device import readable
 
 NONE_IGNORED = Limits(
@@ -93,7 +92,7 @@ def weighted_covariance(probabilities: Tensor, weights: Tensor) -> Tensor:
 
 
 def draw(probabilities: Tensor, uniforms: Tensor) -> Tensor:
-    """Class indices by inverse cumulative distribution from one uniform number a row.
+    """Class indices by inverse cumulative distribution from one uniform number per row.
 
     >>> draw(torch.tensor([[0.2, 0.0, 0.8]]).expand(3, 3), torch.tensor([0.1, 0.3, 0.9]))
     tensor([0, 2, 2])
@@ -162,7 +161,7 @@ class CrossEntropy(Criterion):
         """Give c_i: w_{y_i}, 0 where the label is ignored; all ones for soft targets."""
         if targets.ndim == 2:
             return None
-        ignored = self._ignored(targets)
+        ignored = self._is_ignored(targets)
         class_weight = self._class_weight(logits)
         if class_weight is None:
             # All ones is by far the usual case, and None spares every statistic a multiplication.
@@ -176,7 +175,7 @@ class CrossEntropy(Criterion):
     def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Give ξ_i = -Σ_c q_ic log p_ic."""
         losses = -(self._target_rows(logits, targets) * logits.log_softmax(-1)).sum(-1)
-        return losses if targets.ndim == 2 else losses.masked_fill(self._ignored(targets), 0.0)
+        return losses if targets.ndim == 2 else losses.masked_fill(self._is_ignored(targets), 0.0)
 
     def gradients(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Give s_i p_i - q_i."""
@@ -246,7 +245,7 @@ class CrossEntropy(Criterion):
             rows = (1 - self.label_smoothing) * rows + self.label_smoothing / logits.shape[1] * ratio
         return rows * (labels == classes)[:, None]
 
-    def _ignored(self, labels: Tensor) -> Tensor:
+    def _is_ignored(self, labels: Tensor) -> Tensor:
         # In a narrow dtype the comparison would wrap `ignore_index`.
         return labels.long() == self.ignore_index
 

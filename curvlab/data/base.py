@@ -193,10 +193,15 @@ class Batches:
         return self._total - self.start
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return self.parts(lambda count: slice(count))
+
+    def parts(self, rows: Callable[[int], slice]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Of every batch those of so many rows that `rows` names; the others are not read."""
         place = self.examples.inputs.place
         order = send(self.order, place)  # once: an epoch brings no more indices to an accelerator
         firsts = range(self.start * self.batch_size, self._total * self.batch_size, self.batch_size)
-        parts = (order[first : first + self.batch_size] for first in firsts)
+        whole = (order[first : first + self.batch_size] for first in firsts)
+        parts = (batch[rows(len(batch))] for batch in whole)
         ahead = place.type == "cpu" and self.examples.device.type != "cpu"
         yield from (finish() for finish in (_one_ahead if ahead else map)(self.examples.begin, parts))
 

@@ -60,7 +60,7 @@ class ImageFolder(Source):
                 "image-folder: no folder was named; --data-dir (or CURVLAB_DATA) names the folder that holds "
                 "one folder of images for each class"
             )
-        names = self._drawn(_class_names(root), seed, root)
+        names = self._draw_classes(_class_names(root), seed, root)
         files = [_images(root / name) for name in names]
         paths = tuple(path for group in files for path in group)
         labels = torch.tensor([label for label, group in enumerate(files) for _ in group])
@@ -80,7 +80,7 @@ class ImageFolder(Source):
             f"standardised by the mean and deviation of {len(sample):,} of {len(train):,} training images.",
         )
 
-    def _drawn(self, names: list[str], seed: int, root: Path) -> tuple[str, ...]:
+    def _draw_classes(self, names: list[str], seed: int, root: Path) -> tuple[str, ...]:
         wanted = len(names) if self.classes is None else self.classes
         if not 2 <= wanted <= len(names):
             raise DataFolderError(

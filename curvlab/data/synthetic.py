@@ -37,7 +37,7 @@ class Teacher(Source):
         super().__post_init__()
         _check_least(self, features=1, examples=2, noise=0)
 
-    def _drawn(self, seed: int, outputs: int) -> tuple[Tensor, Tensor]:
+    def _draw_examples(self, seed: int, outputs: int) -> tuple[Tensor, Tensor]:
         return _draw(seed, self.examples, self.features, outputs, self.noise)
 
 
@@ -61,7 +61,7 @@ class Synthetic(Teacher):
         return (self.features,), self.classes
 
     def _load(self, seed: int, data_dir: Path | None) -> Dataset:
-        inputs, values = self._drawn(seed, self.classes)
+        inputs, values = self._draw_examples(seed, self.classes)
         names = tuple(str(index) for index in range(self.classes))
         return _split("synthetic", inputs, values.argmax(1), names, self.noise)
 
@@ -122,7 +122,7 @@ class SyntheticRegression(Teacher):
         return (self.features,), self.outputs
 
     def _load(self, seed: int, data_dir: Path | None) -> Dataset:
-        return _split("synthetic-regression", *self._drawn(seed, self.outputs), (), self.noise)
+        return _split("synthetic-regression", *self._draw_examples(seed, self.outputs), (), self.noise)
 
 
 def _draw(seed: int, examples: int, features: int, outputs: int, noise: float) -> tuple[Tensor, Tensor]:

@@ -233,7 +233,7 @@ class ProcessGroupCommunicator(Communicator):
         for indices in _by_dtype(tensors):
             flat = torch.cat([tensors[i].reshape(-1) for i in indices])
             dist.all_reduce(flat, group=self.group)
-            _put(result, indices, flat, [tuple(tensors[i].shape) for i in indices])
+            _put_tensors(result, indices, flat, [tuple(tensors[i].shape) for i in indices])
         return result
 
     def gather_rows(self, tensor: Tensor, counts: Sequence[int]) -> Tensor:
@@ -268,7 +268,7 @@ class ProcessGroupCommunicator(Communicator):
             else:
                 flat = torch.empty(sum(torch.Size(s).numel() for s in shapes), dtype=sent, device=device)
             dist.broadcast(flat, group=self.group, group_src=source)
-            _put(result, indices, flat.to(dtype), shapes)
+            _put_tensors(result, indices, flat.to(dtype), shapes)
         return result
 
     def first_rank(self, function: Callable[[], T]) -> T:
@@ -302,7 +302,7 @@ def _by_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _put(result: list[Tensor], indices: Sequence[int], flat: Tensor, shapes: Sequence[Shape]) -> None:
+def _put_tensors(result: list[Tensor], indices: Sequence[int], flat: Tensor, shapes: Sequence[Shape]) -> None:
     parts = flat.split([torch.Size(shape).numel() for shape in shapes])
     for index, part, shape in zip(indices, parts, shapes, strict=True):
         result[index] = part.reshape(shape)
@@ -362,7 +362,4 @@ def shard(count: int, rank: int, ranks: int) -> slice:
 
 def rank_batches(batches: Batches, rank: int, ranks: int) -> Iterator[tuple[Tensor, Tensor]]:
     """A rank's shard of every batch; the other rows are not read."""
-    for index in range(batches.start, batches.start + len(batches)):
-        first = index * batches.batch_size
-        chosen = batches.order[first : first + batches.batch_size]
-        yield batches.examples.batch(chosen[shard(len(chosen), rank, ranks)])
+    return batches.parts(lambda count: shard(count, rank, ranks))

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from curvlab.curvature import LayerCurvature
+from curvlab.curvature_layers import KroneckerLayer
 from curvlab.distributed.communicator import Communicator, Failure, TensorLike, failure_of
 from curvlab.linalg import DiagonalFactor, GramFactor
 from curvlab.linalg.factors import InputKind
@@ -71,12 +71,11 @@ def choose_owners(costs: Sequence[Cost], ranks: int) -> list[int] | None:
     return chosen if shared < sum(cost.flops for cost in costs) else None
 
 
-def layer_cost(layer: LayerCurvature, input_factor: InputKind, iterations: float = 0.0) -> Cost:
+def layer_cost(layer: KroneckerLayer, input_factor: InputKind, iterations: float = 0.0) -> Cost:
     """B's factorisation or products, the input side's, and the direction; from shapes alone.
 
     `input_factor` is the one that the solver reads; `iterations` how many it may make, 0 for a direct one.
     """
-    assert layer.output is not None
     o, size = layer.output.size, layer.output.example.element_size()
     diagonal = isinstance(layer.output, DiagonalFactor)
     product = 2.0 * o if diagonal else 2.0 * o * o
@@ -98,10 +97,10 @@ def layer_cost(layer: LayerCurvature, input_factor: InputKind, iterations: float
 
 
 def share_out(
-    solve: Callable[[LayerCurvature], T],
-    layers: Sequence[LayerCurvature],
+    solve: Callable[[KroneckerLayer], T],
+    layers: Sequence[KroneckerLayer],
     owners: Sequence[int],
-    known: Callable[[LayerCurvature], Mapping[str, object]],
+    known: Callable[[KroneckerLayer], Mapping[str, object]],
     communicator: Communicator,
 ) -> list[T]:
     """What `solve` returns for every layer, each solved by the rank that owns it.
@@ -135,17 +134,15 @@ def _receive(
     rank: int,
     sent: Mapping[int, Message],
     tensors: Sequence[Tensor],
-    layers: Sequence[LayerCurvature],
-    known: Callable[[LayerCurvature], Mapping[str, object]],
+    layers: Sequence[KroneckerLayer],
+    known: Callable[[KroneckerLayer], Mapping[str, object]],
     solved: dict[int, T],
 ) -> None:
     """Take part in the broadcast of one rank's directions, and put them together."""
     like = [entry for message in sent.values() for entry in message.like]
     if not like:
         return
-    output = layers[0].output
-    assert output is not None
-    found = communicator.broadcast(tensors, like, rank, output.example.device)
+    found = communicator.broadcast(tensors, like, rank, layers[0].output.example.device)
     if rank == communicator.rank:
         return
     for index, message in sent.items():

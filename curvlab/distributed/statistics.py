@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import sqrt
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -56,6 +56,8 @@ __all__ = [
     "join_statistics",
     "layer_traffic",
 ]
+
+T = TypeVar("T")
 
 
 def gathers_rows(rows: int, columns: int) -> bool:
@@ -264,23 +266,33 @@ class JoinedStatistics:
 
     communicator: Communicator
     versions: Versions
-    share: float | None = None
+    found_share: float | None = None
     rows: dict[RowsKey, GramFactor] = field(default_factory=dict)
     values: dict[Any, Values] = field(default_factory=dict)
     found_gradient: Gradient | None = None
     found_loss: Tensor | None = None
 
     @property
+    def share(self) -> float:
+        """What the rows of this rank weigh among those of all."""
+        return _require_asked(self.found_share, "the share of each rank")
+
+    @property
     def gradient(self) -> Gradient:
         """E[∇ξ], in factors where the rows were gathered."""
-        assert self.found_gradient is not None
-        return self.found_gradient
+        return _require_asked(self.found_gradient, "the gradient")
 
     @property
     def loss(self) -> Tensor:
         """E[ξ]."""
-        assert self.found_loss is not None
-        return self.found_loss
+        return _require_asked(self.found_loss, "the loss")
+
+
+def _require_asked(found: T | None, what: str) -> T:
+    """What all ranks have joined, or an error where none of them has asked for it yet."""
+    if found is None:
+        raise LookupError(f"{what} over the rows of all ranks was not asked for: ask for it when they join")
+    return found
 
 
 @dataclass(frozen=True)
@@ -295,7 +307,7 @@ class _Wanted:
     def lacking(self, joined: JoinedStatistics) -> _Wanted:
         statistics = tuple(s for s in self.statistics if s not in joined.values)
         gradient, loss = joined.found_gradient is None, joined.found_loss is None
-        return _Wanted(statistics, self.gradient and gradient, self.loss and loss, joined.share is None)
+        return _Wanted(statistics, self.gradient and gradient, self.loss and loss, joined.found_share is None)
 
     @property
     def nothing(self) -> bool:
@@ -409,12 +421,12 @@ class _Call:
             raise NoRowsError("no rank of the process group has a row that counts: no mean exists")
         _check_alike(reports)
         shares = [report.weight / total for report in reports]
-        self.joined.share = shares[self.communicator.rank]
+        share = self.joined.found_share = shares[self.communicator.rank]
         template = next(report.entries for report in reports if report.weight)
         values: list[Joinable] = []
         if template:
             device = self.local.network.example.device
-            mine = _Mine(self.held, self.joined.share, device)
+            mine = _Mine(self.held, share, device)
             values = _exchange(self.communicator, reports, mine, self.joined.rows)
         self._keep(template, values)
 

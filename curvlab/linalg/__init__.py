@@ -15,7 +15,6 @@ from curvlab.linalg.blocks import (
     SumBlock,
     ViewedBlock,
 )
-from curvlab.linalg.eigen import eigh, eigvalsh
 from curvlab.linalg.eigenblocks import EigenBlock, EigenPart
 from curvlab.linalg.example_factors import (
     ExampleFactor,
@@ -24,6 +23,7 @@ from curvlab.linalg.example_factors import (
     poseig_difference,
     signed_difference,
 )
+from curvlab.linalg.execution import eigh, eigvalsh
 from curvlab.linalg.factors import (
     DenseFactor,
     DiagonalFactor,

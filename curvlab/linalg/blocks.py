@@ -20,8 +20,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from curvlab.linalg.eigen import eigvalsh
-from curvlab.linalg.execution import FullPrecision
+from curvlab.linalg.execution import FullPrecision, eigvalsh
 from curvlab.linalg.factors import Factor, InputFactors, frobenius_norm, inner_product
 from curvlab.linalg.stacks import are_stackable, stack_factors
 from curvlab.linalg.views import MatrixView

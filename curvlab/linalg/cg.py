@@ -29,6 +29,8 @@ from curvlab.linalg.factors import max_abs, nonzero_or_one
 __all__ = [
     "CGResult",
     "FunctionOperator",
+    "FunctionStack",
+    "Iterating",
     "Outcome",
     "StackOperator",
     "SymmetricOperator",
@@ -86,17 +88,7 @@ class FunctionOperator(SymmetricOperator):
 
 
 class StackOperator(SymmetricOperator):
-    """One system for each entry of the first dimension, whose vectors are the rest of a tensor of three.
-
-    `product` is given as a function where a subclass has none of its own.
-    """
-
-    def __init__(self, product: Callable[[Tensor], Tensor] | None = None) -> None:
-        self.product = product
-
-    def matmul(self, x: Tensor) -> Tensor:
-        assert self.product is not None
-        return self.product(x)
+    """One system for each entry of the first dimension, whose vectors are the rest of a tensor of three."""
 
     def dot(self, x: Tensor, y: Tensor) -> Tensor:
         return (x * y).sum((1, 2), keepdim=True)
@@ -106,6 +98,16 @@ class StackOperator(SymmetricOperator):
 
     def spread(self, scalars: Tensor) -> Tensor:
         return scalars
+
+
+@dataclass(frozen=True, eq=False)
+class FunctionStack(StackOperator):
+    """A stack of systems, their product given as a function."""
+
+    product: Callable[[Tensor], Tensor]
+
+    def matmul(self, x: Tensor) -> Tensor:
+        return self.product(x)
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,7 +144,7 @@ def conjugate_gradients(
     ([1.0, 0.25], [2])
     """
     (result,) = iterate_together(
-        [_iterate(operator, rhs, max_iter, tol, read_interval, start, precondition, definite)]
+        [iterate(operator, rhs, max_iter, tol, read_interval, start, precondition, definite)]
     )
     return result
 
@@ -177,13 +179,6 @@ def iterate_together(iterations: Sequence[Iterating]) -> list[CGResult]:
 
 
 def iterate(
-    operator: SymmetricOperator, rhs: Tensor, *, max_iter: int, tol: float, read_interval: int, definite: bool
-) -> Iterating:
-    """`conjugate_gradients` from zero, for `iterate_together`."""
-    return _iterate(operator, rhs, max_iter, tol, read_interval, None, None, definite)
-
-
-def _iterate(
     operator: SymmetricOperator,
     rhs: Tensor,
     max_iter: int,
@@ -193,6 +188,7 @@ def _iterate(
     precondition: Callable[[Tensor], Tensor] | None,
     definite: bool,
 ) -> Iterating:
+    """`conjugate_gradients`, for `iterate_together`."""
     matmul, dot, spread = operator.matmul, operator.dot, operator.spread
     b, scale = _normalise(operator, rhs)
     x = torch.zeros_like(b) if start is None else start / spread(scale)
@@ -208,7 +204,8 @@ def _iterate(
     # A NaN is not below anything: it goes on, to end as a breakdown.
     done = square <= enough
     squares, finished, curvatures = [square], [], []
-    free = in_pieces(rhs) and read_interval == 1
+    on_host = in_pieces(rhs)
+    free = on_host and read_interval == 1
     ended = _Ended(torch.zeros_like(done), torch.zeros_like(done))
     for k in range(max_iter):
         due = read_interval and k % read_interval == 0 and (k or free)
@@ -219,7 +216,7 @@ def _iterate(
         ap = matmul(p)
         pap = dot(p, ap)
         # Where reads are free and every pᵀAp > 0 (always, for a definite operator) no norm need be known.
-        if definite and not in_pieces(rhs):
+        if definite and not on_host:
             curvatures.append(pap)
         elif not free or not bool((pap > zero).all()):
             ended = ended.with_ends(~done, pap, _rounding(dot, p, ap))

@@ -27,6 +27,7 @@ from curvlab.linalg.blocks import (
     ViewedBlock,
 )
 from curvlab.linalg.example_factors import ExampleFactor
+from curvlab.linalg.execution import eigh
 from curvlab.linalg.factors import DenseFactor, DiagonalFactor, Factor, GramFactor, RankOneFactor
 from curvlab.linalg.views import MatrixView
 
@@ -111,7 +112,7 @@ def factor_basis(factor: Factor) -> FactorBasis:
 
 
 def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    values, vectors = torch.linalg.eigh(matrix)
+    values, vectors = eigh(matrix)
     return values, vectors
 
 
@@ -283,10 +284,10 @@ def block_basis(block: Block) -> BlockBasis:
     return _plain_basis(block.shape, factor_basis(DenseFactor((dense + dense.T) / 2)))
 
 
-def _decomposable(block: Block) -> bool:
+def _is_decomposable(block: Block) -> bool:
     """Whether the basis of a block is cheap: it has factors, or is small."""
     if isinstance(block, ShiftedBlock):
-        return _decomposable(block.block)
+        return _is_decomposable(block.block)
     if isinstance(block, KroneckerBlock | ViewedBlock | FactorBlock):
         return True
     return block.numel <= (DENSE_OPERATOR_UP_TO if _has_operator(block) else DENSE_SUM_UP_TO)
@@ -332,7 +333,7 @@ class Eigenbasis:
     @classmethod
     def of(cls, blocks: Mapping[str, Block]) -> Eigenbasis | None:
         """The bases of all blocks; None where one has none."""
-        if not all(_decomposable(block) for block in blocks.values()):
+        if not all(_is_decomposable(block) for block in blocks.values()):
             return None
         return cls({name: block_basis(block) for name, block in blocks.items()})
 

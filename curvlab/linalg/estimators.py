@@ -91,7 +91,7 @@ def random_signs(count: int, size: int, like: Tensor, seed: int) -> Tensor:
     def draw(numbers: int) -> Tensor:
         return torch.randint(0, 2, (numbers,), generator=generator, dtype=torch.int8).mul_(2).sub_(1)
 
-    return _drawn(draw, count, size, like)
+    return _draw_rows(draw, count, size, like)
 
 
 def gaussian_rows(count: int, size: int, like: Tensor, seed: int) -> Tensor:
@@ -105,10 +105,10 @@ def gaussian_rows(count: int, size: int, like: Tensor, seed: int) -> Tensor:
     def draw(numbers: int) -> Tensor:
         return torch.randn(numbers, generator=generator, dtype=torch.float64)
 
-    return _drawn(draw, count, size, like)
+    return _draw_rows(draw, count, size, like)
 
 
-def _drawn(draw: Callable[[int], Tensor], count: int, size: int, like: Tensor) -> Tensor:
+def _draw_rows(draw: Callable[[int], Tensor], count: int, size: int, like: Tensor) -> Tensor:
     """The numbers that one call of `draw` would give, (count, size), with the dtype and device of `like`.
 
     Drawn on the host, a piece at a time: what has another dtype never leaves the cache.

@@ -25,7 +25,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from curvlab.linalg.eigen import eigvalsh
+from curvlab.linalg.execution import eigh, eigvalsh
 from curvlab.linalg.factors import (
     DenseFactor,
     DiagonalFactor,
@@ -187,12 +187,12 @@ class ExampleFactor(Factor):
         weights = self.root * (y if self.mixing is None else self.mixing @ y)
         return torch.cat([part.combination(weights).reshape(-1) for part in self.parts])
 
-    def _signed(self, y: Tensor) -> Tensor:
+    def _apply_signs(self, y: Tensor) -> Tensor:
         return y if self.signs is None else self.signs * y
 
     def matmul(self, x: Tensor) -> Tensor:
         if x.ndim == 1:
-            return self.combination(self._signed(self.inner(x)))
+            return self.combination(self._apply_signs(self.inner(x)))
         return torch.stack([self.matmul(column) for column in x.unbind(1)], 1)
 
     def form(self) -> Tensor:
@@ -205,12 +205,12 @@ class ExampleFactor(Factor):
         return gram(rows.T) if self.signs is None else rows.T @ (self.signs[:, None] * rows)
 
     def trace(self) -> Tensor:
-        return self._signed(self.gram.diagonal()).sum()
+        return self._apply_signs(self.gram.diagonal()).sum()
 
     def diagonal(self) -> Tensor:
         if self.mixing is not None:
-            return (self._signed(self.form().T).T * self.form()).sum(0)
-        weights = self._signed(self.root.square())
+            return (self._apply_signs(self.form().T).T * self.form()).sum(0)
+        weights = self._apply_signs(self.root.square())
         return torch.cat([part.squares(weights).reshape(-1) for part in self.parts])
 
     def frobenius_norm(self) -> Tensor:
@@ -225,9 +225,9 @@ class ExampleFactor(Factor):
     def _eigvalsh(self) -> Tensor:
         if not self.narrow:
             return eigvalsh(self.to_dense())
-        values, vectors = torch.linalg.eigh(self.gram)
+        values, vectors = eigh(self.gram)
         root = vectors * values.clamp(min=0).sqrt()
-        nonzero = eigvalsh(root.T @ self._signed(root.T).T) if self.signs is not None else values
+        nonzero = eigvalsh(root.T @ self._apply_signs(root.T).T) if self.signs is not None else values
         return torch.cat([nonzero.new_zeros(self.size - len(nonzero)), nonzero]).sort().values
 
     def diagonal_block(self, start: int, stop: int) -> Factor:
@@ -339,11 +339,11 @@ def _join(plus: ExampleFactor, minus: ExampleFactor) -> ExampleFactor:
 
 def _signed_eigenvectors(kernel: Tensor, signs: Tensor) -> tuple[Tensor, Tensor]:
     """T and λ with Vᵀ diag(s) V = Σ_a λ_a q_a q_aᵀ, the q_a = Vᵀ T_a orthonormal, for rows with VVᵀ = K."""
-    squares, vectors = torch.linalg.eigh(kernel)
+    squares, vectors = eigh(kernel)
     # A dropped direction has root 0 and stays, with λ = 0: which ones these are is not read.
     held = squares > DROPPED * squares[-1]
     roots = torch.where(held, squares, 0).sqrt()
     inverse = torch.where(held, 1 / torch.where(held, roots, 1), 0)
     inner = (vectors * signs[:, None]).T @ vectors * torch.outer(roots, roots)
-    values, turn = torch.linalg.eigh((inner + inner.T) / 2)
+    values, turn = eigh((inner + inner.T) / 2)
     return (vectors * inverse) @ turn, values

@@ -41,8 +41,7 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
-from curvlab.linalg.eigen import eigh, eigvalsh
-from curvlab.linalg.execution import FullPrecision, in_full_precision, in_pieces
+from curvlab.linalg.execution import FullPrecision, eigh, eigvalsh, in_full_precision, in_pieces
 
 __all__ = [
     "DenseFactor",
@@ -128,7 +127,6 @@ def gram(rows: Tensor, centre: Tensor | None = None) -> Tensor:
     subtraction costs neither memory nor, in float32, the digits that centring a finished
     X Xᵀ would lose.
 
-    >>> import torch
     >>> gram(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist()
     [[5.0, 11.0], [11.0, 25.0]]
     """
@@ -147,7 +145,6 @@ def gram(rows: Tensor, centre: Tensor | None = None) -> Tensor:
 def congruence(weight: Tensor, matrix: Tensor) -> Tensor:
     """Wᵀ B W for a symmetric B.
 
-    >>> import torch
     >>> congruence(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0]])).tolist()
     [[3.0, 6.0], [6.0, 12.0]]
     """
@@ -157,7 +154,6 @@ def congruence(weight: Tensor, matrix: Tensor) -> Tensor:
 def symmetric_product(left: Tensor, right: Tensor) -> Tensor:
     """left rightᵀ, known to be symmetric, from its lower triangle of blocks.
 
-    >>> import torch
     >>> symmetric_product(torch.tensor([[1.0], [2.0]]), torch.tensor([[2.0], [4.0]])).tolist()
     [[2.0, 4.0], [4.0, 8.0]]
     """
@@ -474,7 +470,8 @@ class GramFactor(Factor):
         return self.rows.T @ (self.root.square()[:, None] * (self.rows @ x))
 
     def add_product_(self, target: Tensor, rows: Tensor, scale: float) -> None:
-        target.addmm_((rows @ self.rows.T).mul_(self.root.square()), self.rows, alpha=scale)
+        along = in_full_precision(lambda: rows @ self.rows.T)
+        target.addmm_(along.mul_(self.root.square()), self.rows, alpha=scale)
 
     def to_dense(self) -> Tensor:
         return self.remember("dense", lambda: gram(self.scaled_rows().T))
@@ -636,7 +633,6 @@ class InputFactors(FullPrecision):
 
     `source` is the factor, or what forms it when it is first asked for: who reads E[h] alone never does.
 
-    >>> import torch
     >>> from curvlab.linalg import GramFactor
     >>> h = GramFactor(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([0.5, 0.5]).sqrt())
     >>> [round(x, 4) for x in InputFactors(h).mean.tolist()]

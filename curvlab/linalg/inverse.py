@@ -12,16 +12,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from dataclasses import dataclass
-from math import isfinite
+from math import isfinite, isnan
 
 import torch
 from torch import Tensor
 
-from curvlab.linalg.eigen import eigvalsh
 from curvlab.linalg.example_factors import ExampleFactor
-from curvlab.linalg.execution import FullPrecision
+from curvlab.linalg.execution import LEAST, FullPrecision, Limits, eigvalsh, require
 from curvlab.linalg.factors import DiagonalFactor, Factor, GramFactor, RankOneFactor
-from curvlab.linalg.pending import LEAST, Limits, require
 
 __all__ = [
     "DenseInverse",
@@ -34,11 +32,13 @@ __all__ = [
     "cholesky_multiply",
     "cholesky_shifted",
     "diagonal_inverse",
+    "require_positive",
     "shifted_inverse",
 ]
 
 
 POSITIVE = Limits("a damped diagonal is not positive and finite", low=LEAST)
+POSITIVE_SYSTEM = Limits("a damped system is not positive definite: increase alpha", low=LEAST)
 FACTORISED = Limits("a damped factor is not positive definite in its own precision: increase alpha", 0, 0)
 PAGE_BYTES = 4096
 BORDER = 16
@@ -54,6 +54,19 @@ class NotPositiveDefiniteError(ArithmeticError):
 
 class NotFiniteError(ArithmeticError):
     """A matrix that was to be factorised holds NaN or infinity."""
+
+
+def require_positive(smallest: Tensor) -> None:
+    """Refuse a system whose smallest eigenvalue is not positive, or is NaN."""
+
+    def judge(found: list[float]) -> None:
+        (least,) = found
+        if isnan(least):
+            raise NotFiniteError("the matrix to be factorised holds NaN or infinity")
+        if least <= 0:
+            raise NotPositiveDefiniteError(least)
+
+    require([smallest], judge, POSITIVE_SYSTEM)
 
 
 def cholesky_shifted(matrix: Tensor, shift: Tensor | float, check: bool = True) -> Tensor:

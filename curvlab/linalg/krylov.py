@@ -23,7 +23,7 @@ from torch import Tensor
 
 from curvlab.linalg.eigenbases import Which
 from curvlab.linalg.estimators import PIECE, gaussian_rows
-from curvlab.linalg.execution import in_pieces
+from curvlab.linalg.execution import eigh, in_pieces
 
 __all__ = [
     "Eigenpairs",
@@ -115,31 +115,30 @@ def _inner(left: Tensor, right: Tensor) -> Tensor:
     return torch.stack([one @ other for one, other in zip(left, right, strict=True)])  # makes no product
 
 
-def leading_pairs(found: Tridiagonal, count: int, tol: float) -> tuple[Tensor, Tensor]:
+def leading_pairs(found: Tridiagonal, vectors: Tensor, count: int, tol: float) -> tuple[Tensor, Tensor]:
     """Up to `count` of the largest eigenvalues, as far as the first run has found them, and their vectors.
 
-    The vectors are given by their coefficients (k, steps + 1) in those of the run, V. These are not
+    The vectors are given by their coefficients (k, steps + 1) in the run's `vectors`, V. These are not
     orthogonal, so that T has an eigenvalue twice and, for some steps, another on the way there. Those of A on
     the span of V are not: with G = V Vᵀ, of which directions shorter than `SHORTEST` are left out, and
     A Vᵀ = Vᵀ T + β v eᵀ, which holds to rounding all the same, neither they nor their residuals r need a
     further product. Leading ones whose eigenvalue is known to `tol` of itself count: no eigenvalue is further
     away than r, nor than r²/δ with the next at a distance δ.
     """
-    assert found.vectors is not None
-    metric = gram_matrix(found.vectors[0])
+    metric = gram_matrix(vectors)
     recurrence = Tridiagonal(found.diagonal[:1].to(metric), found.off_diagonal[:1].to(metric), None)
     last = torch.zeros_like(metric[:1, :-1])
     last[0, -1] = recurrence.off_diagonal[0, -1]
     product = torch.cat([recurrence.matrices()[0], last])
-    lengths, directions = torch.linalg.eigh(metric[:-1, :-1])
+    lengths, directions = eigh(metric[:-1, :-1])
     long = lengths > SHORTEST**2
     basis = directions[:, long] / lengths[long].sqrt()
     images = product @ basis
     projected = basis.T @ metric[:-1] @ images
-    values, rotation = torch.linalg.eigh((projected + projected.T) / 2)
+    values, rotation = eigh((projected + projected.T) / 2)
     values, rotation = values.flip(0), rotation.flip(1)
-    vectors = torch.cat([basis @ rotation, torch.zeros_like(rotation[:1])]).T
-    rest = (images @ rotation).T - values[:, None] * vectors
+    coefficients = torch.cat([basis @ rotation, torch.zeros_like(rotation[:1])]).T
+    rest = (images @ rotation).T - values[:, None] * coefficients
     residuals = ((rest @ metric) * rest).sum(1).clamp(min=0).sqrt()
     gaps = torch.full_like(values, torch.inf)
     apart = (values[:-1] - values[1:]).abs()
@@ -147,7 +146,7 @@ def leading_pairs(found: Tridiagonal, count: int, tol: float) -> tuple[Tensor, T
     gaps = (gaps - residuals).clamp(min=torch.finfo(gaps.dtype).tiny)
     good = torch.minimum(residuals, residuals.square() / gaps) <= tol * values.abs()
     known = int(good[:count].int().cumprod(0).sum())  # no gap may hide one that was not found
-    return values[:known].to(found.diagonal), vectors[:known].to(found.diagonal)
+    return values[:known].to(found.diagonal), coefficients[:known].to(found.diagonal)
 
 
 def gram_matrix(rows: Tensor) -> Tensor:
@@ -173,7 +172,7 @@ def _orthogonalise(rows: Tensor, vectors: Tensor) -> None:
 
 def quadrature(found: Tridiagonal) -> tuple[Tensor, Tensor]:
     """Nodes and weights of every run, (r, k) each; the weights of a run add up to 1."""
-    nodes, vectors = torch.linalg.eigh(found.matrices())
+    nodes, vectors = eigh(found.matrices())
     return nodes, vectors[:, 0].square()
 
 
@@ -263,7 +262,7 @@ class _Run:
         if size > 1:
             inner = torch.stack(self.off_diagonal[: size - 1])
             matrix = matrix + torch.diag(inner, 1) + torch.diag(inner, -1)
-        values, vectors = torch.linalg.eigh(matrix)
+        values, vectors = eigh(matrix)
         return vectors @ (function(values) * vectors[0])
 
 
@@ -302,7 +301,7 @@ def eigenpairs(
     search, ahead = _Search(product, size, space, like, seed), count + LOOK_EVERY
     while True:
         search.fill(max_products, min(space, search.held + ahead))
-        values, vectors = torch.linalg.eigh(search.projected[: search.held, : search.held])
+        values, vectors = eigh(search.projected[: search.held, : search.held])
         order = _order(values, which)
         values, vectors = values[order], vectors[:, order]
         estimates = (search.beta * vectors[-1]).abs()

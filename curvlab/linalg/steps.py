@@ -25,7 +25,7 @@ from typing import Generic, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from curvlab.linalg.execution import FullPrecision, readable, without_gradients
+from curvlab.linalg.execution import FullPrecision, in_float64, readable, without_gradients
 from curvlab.linalg.factors import COLUMN_CHUNK, GramFactor, frobenius_norm, max_abs
 from curvlab.linalg.views import MatrixView
 
@@ -418,18 +418,32 @@ class RowGradient(FullPrecision):
         Near a stationary point the terms of the sum cancel, but their rounding does not: where too little is
         left of (Σ ‖s_i‖ ‖h_i‖)² to be trusted, G is formed in float64, a chunk of columns at a time.
         """
+        (total,) = square_norms([self])
+        return total
+
+    def gram_square_norm(self) -> tuple[Tensor, Tensor]:
+        """That sum, and whether too little is left of it (nothing is read)."""
         left, right = self.gradients.gram, self.inputs.gram
         total = (left * right).sum()
-        if readable(total):
-            bound = (left.diagonal() * right.diagonal()).clamp(min=0).sqrt().sum().square()
-            if float(total) < CANCELLED * torch.finfo(total.dtype).eps * float(bound):
-                total = self._formed_square_norm().to(total.dtype)
-        return total.clamp(min=0)
+        bound = (left.diagonal() * right.diagonal()).clamp(min=0).sqrt().sum().square()
+        return total.clamp(min=0), total < CANCELLED * torch.finfo(total.dtype).eps * bound
 
-    def _formed_square_norm(self) -> Tensor:
-        weighted = (self.gradients.rows * self.gradients.root.square()[:, None]).T.double()
+    def formed_square_norm(self) -> Tensor:
+        weighted = in_float64((self.gradients.rows * self.gradients.root.square()[:, None]).T)
         chunks = self.inputs.rows.split(COLUMN_CHUNK, dim=1)
-        return torch.stack([(weighted @ chunk.double()).square().sum() for chunk in chunks]).sum()
+        total = torch.stack([(weighted @ in_float64(chunk)).square().sum() for chunk in chunks]).sum()
+        return total.to(self.inputs.rows)
+
+
+def square_norms(gradients: Sequence[RowGradient]) -> list[Tensor]:
+    """‖G‖² of each: one read tells of all which have to be formed."""
+    found = [gradient.gram_square_norm() for gradient in gradients]
+    totals = [total for total, _ in found]
+    if not found or not readable(totals[0]):
+        return totals
+    cancelled = torch.stack([flag for _, flag in found]).tolist()
+    pairs = zip(gradients, totals, cancelled, strict=True)
+    return [gradient.formed_square_norm() if formed else total for gradient, total, formed in pairs]
 
 
 class Gradient(LazyTensors[Tensor | RowGradient]):
@@ -453,10 +467,9 @@ class Gradient(LazyTensors[Tensor | RowGradient]):
 
     def norm(self) -> Tensor:
         """‖E[∇ξ]‖ over all parameters, with no weight gradient formed."""
-        squares = [
-            e.square_norm() if isinstance(e, RowGradient) else e.square().sum()
-            for e in self._entries.values()
-        ]
+        entries = self._entries.values()
+        in_factors = iter(square_norms([e for e in entries if isinstance(e, RowGradient)]))
+        squares = [next(in_factors) if isinstance(e, RowGradient) else e.square().sum() for e in entries]
         return torch.stack(squares).sum().sqrt()
 
 

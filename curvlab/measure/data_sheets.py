@@ -1,8 +1,9 @@
 """What devices can do by their data sheets: for floors of what runs on one that is not here.
 
 A floor is what no run can be faster than, not what one will take: no kernel reaches these peaks. Every number
-has its source. Launches and reads are not in data sheets; the smallest of what is reported is taken, so that
-they stay below what is measured.
+has a page that gives it; where that is not the maker's own, which could not be read, the source says so.
+Launches and reads are not in data sheets; the smallest of what is reported is taken, so that they stay below
+what is measured.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ LAUNCH_SOURCE = (
 
 @dataclass(frozen=True)
 class DataSheet:
-    """Peaks of a device: operations a second in float32 and TF32, bytes a second, bytes of memory.
+    """Peaks of a device: operations per second in float32 and TF32, bytes per second, bytes of memory.
 
     `launch` and `read` are seconds that the host takes for one.
     """
@@ -43,7 +44,9 @@ DATA_SHEETS = {
         494.7e12,
         3.35e12,
         80 * 10**9,
-        "NVIDIA H100 Tensor Core GPU data sheet (TF32 without sparsity: half of the 989 printed there)",
+        "NVIDIA H100 Tensor Core GPU data sheet, as repeated by "
+        "https://archive-lib.hpctech.co.jp/gpuproduct/nvidia-h100.html (67 TFLOP/s, 3350 GB/s, 80 GB; TF32 "
+        "989 with sparsity, half without) and https://glennklockwood.com/garden/processors/h100",
     ),
     "a100": DataSheet(
         "NVIDIA A100 SXM, 80 GB",
@@ -51,7 +54,8 @@ DATA_SHEETS = {
         156e12,
         2.039e12,
         80 * 10**9,
-        "NVIDIA A100 Tensor Core GPU data sheet, nvidia-1758950",
+        "NVIDIA A100 Tensor Core GPU data sheet, nvidia-1758950, as "
+        "https://glennklockwood.com/garden/processors/A100 repeats it",
     ),
     "4090": DataSheet(
         "NVIDIA GeForce RTX 4090, 24 GB",
@@ -59,7 +63,8 @@ DATA_SHEETS = {
         82.6e12,
         1.008e12,
         24 * 10**9,
-        "NVIDIA Ada GPU architecture white paper, table of the RTX 4090 (TF32 without sparsity)",
+        "https://waredb.com/processor/nvidia-geforce-rtx-4090 (82.58 TFLOP/s, in TF32 too without "
+        "sparsity, 1008 GB/s, 24 GB); NVIDIA's own white paper could not be read",
     ),
     "mps": DataSheet(
         "Apple M1, 8-core GPU, 8 GB shared",
@@ -67,8 +72,9 @@ DATA_SHEETS = {
         None,
         68.25e9,
         8 * 10**9,
-        "Apple, announcement of M1, November 2020 (2.6 TFLOP/s); LPDDR4X-4266 of 128 bits (68.25 GB/s). "
-        "Other chips of the family are faster",
+        "Apple's announcement of M1 as "
+        "https://www.macrumors.com/2020/11/10/apple-announces-m1-chip-for-the-mac/ repeats it (2.6 TFLOP/s); "
+        "LPDDR4X-4266 of 128 bits makes 68.25 GB/s. Other chips of the family are faster",
     ),
 }
 """By the name that `curvlab plan --device` takes."""

@@ -40,8 +40,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, shape_wrapper
 
-from curvlab.linalg.execution import elsewhere
-from curvlab.linalg.pending import census
+from curvlab.linalg.execution import census, elsewhere
 
 __all__ = [
     "Flops",
@@ -57,11 +56,15 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch: its operation, its arithmetic, and the bytes that it reads and writes."""
+    """One launch: its operation, its arithmetic, the bytes that it reads and writes, its shortest side.
+
+    The shortest side of its matrices is 1 of a product with a vector, and 0 without arithmetic.
+    """
 
     name: str
     flops: int
     bytes: int
+    side: int = 0
 
 
 @dataclass
@@ -124,7 +127,8 @@ class _Counting(TorchDispatchMode):
         shapes = [t for t in pytree.tree_leaves((args, kwargs, result)) if isinstance(t, Tensor)]
         flops = of_operation(packet, args, kwargs, result)
         size = sum(tensor.numel() * tensor.element_size() for tensor in shapes)
-        self.found.launches.append(Launch(name, flops, size))
+        side = _shortest_side(packet, shapes) if flops else 0
+        self.found.launches.append(Launch(name, flops, size, side))
         return result
 
 
@@ -192,6 +196,17 @@ def of_operation(packet: Any, args: Any, kwargs: Any, result: Any) -> int:
     """The floating-point operations of one operation, given what it was called with and what it returned."""
     formula = _BY_OPERATION.get(packet) or flop_registry.get(packet)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+
+
+def _shortest_side(packet: Any, tensors: Sequence[Tensor]) -> int:
+    """The shortest side of the matrices, or of the matrix that is factorised or solved with."""
+    if packet in (aten.mv, aten.addmv, aten.addmv_, aten.addr, aten.addr_, aten.dot, aten.vdot):
+        return 1
+    matrices = [tensor.shape[-2:] for tensor in tensors if tensor.ndim > 1]
+    if packet in _FORMULAS and packet not in _PRODUCTS:
+        square = [shape[0] for shape in matrices if shape[0] == shape[1]]
+        return max(square, default=1)
+    return min((side for shape in matrices for side in shape), default=1)
 
 
 def _batch(shape: Shape) -> int:
@@ -327,6 +342,7 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
     aten._linalg_svd: _svd,
 }
 
+_PRODUCTS = {aten.addmm_, aten.baddbmm_, aten.addbmm, aten.addbmm_}
 _BY_OPERATION = {operation: shape_wrapper(formula) for operation, formula in _FORMULAS.items()}
 
 

@@ -76,7 +76,7 @@ def _shape_only(output: Tensor) -> Tensor:
     return torch.empty(output.shape, dtype=output.dtype, device="meta")
 
 
-def _added(argument: Tensor | None, coefficient: float = 1.0) -> Arguments:
+def _bind_summand(argument: Tensor | None, coefficient: float = 1.0) -> Arguments:
     """A bias or a summand that is broadcast over the output's last dimensions."""
     if argument is None:
         return ()
@@ -92,7 +92,7 @@ def _channel_bias(bias: Tensor | None) -> Arguments:
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Arguments:
     use = Bound(weight, lambda n, _, flipped: LinearUse(input.detach(), n, transposed=flipped))
-    return (use, *_added(bias))
+    return (use, *_bind_summand(bias))
 
 
 def _matmul(input: Tensor, other: Tensor, *, out: Tensor | None = None) -> Arguments:
@@ -106,12 +106,12 @@ def _addmm(
 ) -> Arguments:
     if alpha != 1 or out is not None:
         return ()
-    return (*_matmul(mat1, mat2), *_added(input, float(beta)))
+    return (*_matmul(mat1, mat2), *_bind_summand(input, float(beta)))
 
 
 def _bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Arguments:
     use = Bound(weight, lambda n, _, __: BilinearUse(input1.detach(), n, input2.detach()))
-    return (use, *_added(bias))
+    return (use, *_bind_summand(bias))
 
 
 def _convolution(
@@ -214,8 +214,8 @@ def _normalisation(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -
 def _sum(input: Any, other: Any, *, alpha: float = 1, out: Tensor | None = None) -> Arguments:
     if out is not None:
         return ()
-    first = _added(input) if isinstance(input, Tensor) else ()
-    return (*first, *(_added(other, float(alpha)) if isinstance(other, Tensor) else ()))
+    first = _bind_summand(input) if isinstance(input, Tensor) else ()
+    return (*first, *(_bind_summand(other, float(alpha)) if isinstance(other, Tensor) else ()))
 
 
 def _difference(input: Any, other: Any, *, alpha: float = 1, out: Tensor | None = None) -> Arguments:
@@ -240,7 +240,7 @@ def _product(input: Any, other: Any, *, out: Tensor | None = None) -> Arguments:
 
 
 def _expansion(input: Tensor, *sizes: Any, **kwargs: Any) -> Arguments:
-    return _added(input)
+    return _bind_summand(input)
 
 
 def _prelu(input: Tensor, weight: Tensor) -> Arguments:

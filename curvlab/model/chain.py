@@ -231,7 +231,7 @@ class ChainReader:
         activation = self._activation(func, args, kwargs)
         if activation is None:
             return f"its forward calls `{name}`, which is no element-wise activation known to curvlab"
-        return self._activated(chain, activation, given if before is None else before)
+        return self._through_activation(chain, activation, given if before is None else before)
 
     def _linear(
         self, chain: ReadChain, output: Tensor, given: Tensor, weight: Tensor, bias: Tensor | None = None
@@ -253,7 +253,9 @@ class ChainReader:
             return LeakyReLU(float(slope)) if fixed else None
         return _known_activation(func, args, kwargs)
 
-    def _activated(self, chain: ReadChain, activation: Activation, before: Tensor) -> ReadChain | str:
+    def _through_activation(
+        self, chain: ReadChain, activation: Activation, before: Tensor
+    ) -> ReadChain | str:
         if isinstance(activation, Identity):
             return chain
         if not chain.layers:
@@ -313,7 +315,9 @@ class ChainReader:
         self.unknown_activations |= known is None
         unchanged = self._chain_of(given) is not None
         found = (
-            self._activated(chain, activation, given) if unchanged else "an activation overwrites its input"
+            self._through_activation(chain, activation, given)
+            if unchanged
+            else "an activation overwrites its input"
         )
         if isinstance(found, ReadChain):
             self._keep(output, found)

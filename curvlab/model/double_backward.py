@@ -323,7 +323,7 @@ def convolution(
         if padding == "same" and any(size % 2 for size in reach):
             raise NotDecomposedError("Padding of two sizes is added by torch.")
         padding = [size // 2 for size in reach] if padding == "same" else 0
-    return _convolved(input, weight, bias, dims, stride, padding, dilation, False, 0, groups)
+    return _convolve(input, weight, bias, dims, stride, padding, dilation, False, 0, groups)
 
 
 def transposed_convolution(
@@ -338,10 +338,10 @@ def transposed_convolution(
 ) -> Tensor:
     """What `conv_transpose1d`, `2d` and `3d` compute."""
     dims = weight.ndim - 2
-    return _convolved(input, weight, bias, dims, stride, padding, dilation, True, output_padding, groups)
+    return _convolve(input, weight, bias, dims, stride, padding, dilation, True, output_padding, groups)
 
 
-def _convolved(
+def _convolve(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from curvlab.model.layers import Layer
 from curvlab.model.recording import ChainRecording, GraphRecording, Recording
-from curvlab.model.uses import WeightUse
-from curvlab.model.watch import SeenUse
+from curvlab.model.watch import SeenWeight
 
 __all__ = ["example_gradients"]
 
@@ -50,10 +49,8 @@ def _of_graph(recording: GraphRecording) -> dict[str, Tensor]:
         first, last = place or (0, found[name].shape[1])
         found[name][:, first:last] += rows
 
-    def hear(layer: Layer, seen: SeenUse, gradient: Tensor) -> None:
+    def hear(layer: Layer, seen: SeenWeight, gradient: Tensor) -> None:
         use, view = seen.use, seen.view
-        assert isinstance(use, WeightUse)
-        assert view is not None
         if layer.bias_name is not None:
             add(layer.bias_name, view.rows, use.output_rows(gradient).sum(1).flatten(1))
         if layer.weight_name is not None:

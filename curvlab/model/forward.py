@@ -25,8 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from curvlab.exceptions import ProblemError
-from curvlab.linalg.execution import in_float
-from curvlab.linalg.pending import Limits, require
+from curvlab.linalg.execution import Limits, in_float, require
 from curvlab.model.chain import ChainFollower, ChainReader, KnownChain, ReadChain
 from curvlab.model.layers import Chain, Layer, WatchedUses, layers_of
 from curvlab.model.network import Inputs, Network, example_count, map_tensors, tensors_of
@@ -84,7 +83,7 @@ def run_forward(network: Network, inputs: Inputs, *, sequences_first: bool = Fal
     """Run the model on a batch and watch it; the model is left as it was."""
     network.check_unchanged()
     network.check_modes()
-    given = _usable(inputs)
+    given = _detach_inputs(inputs)
     examples = example_count(given)
     reader = _reader(network, given)
     model = network.model
@@ -130,7 +129,7 @@ def follow_forward(
     """
     if network.copied is not None:
         network.check_unchanged()  # brings the copy to the model's values
-    given = _usable(inputs)
+    given = _detach_inputs(inputs)
     tensors = tensors_of(given)
     if len(tensors) != 1:
         return None
@@ -153,7 +152,7 @@ def _identities(network: Network) -> set[int]:
     return {id(parameter) for parameter in network.parameters.values()}
 
 
-def _usable(inputs: Inputs) -> Inputs:
+def _detach_inputs(inputs: Inputs) -> Inputs:
     """The inputs without a graph, as the model is called with them."""
 
     def usable(tensor: Tensor) -> Tensor:
@@ -183,7 +182,7 @@ def _forward_failed(network: Network, inputs: Inputs, error: BaseException) -> P
     shown = shapes[0] if len(shapes) == 1 else shapes
     model = type(network.model).__name__
     try:
-        with torch.enable_grad(), _entered(network) as inside:
+        with torch.enable_grad(), _entered_modules(network) as inside:
             network.call(inputs)
     except (Exception, SystemExit):
         misfit = _misfit(inside[-1], inputs) if inside else None
@@ -209,7 +208,7 @@ class _Entered:
 
 
 @contextmanager
-def _entered(network: Network) -> Iterator[list[_Entered]]:
+def _entered_modules(network: Network) -> Iterator[list[_Entered]]:
     """The modules that a call has entered and not left: where it fails, the last one is where."""
     inside: list[_Entered] = []
     handles = []

@@ -42,8 +42,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from curvlab.exceptions import ProblemError, StaleError, describe_argument
-from curvlab.linalg.execution import LOW_PRECISION, in_float
-from curvlab.linalg.pending import askable
+from curvlab.linalg.execution import LOW_PRECISION, askable, in_float
 from curvlab.measure import device
 from curvlab.staleness import (
     Members,
@@ -117,7 +116,7 @@ class Network:
         copied = FloatCopy.of(given, settings_without_modes)
         model = given if copied is None else copied.model
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        chosen = trainable if layers is None else _chosen(model, trainable, layers)
+        chosen = trainable if layers is None else _choose_parameters(model, trainable, layers)
         _check_trainable(model, chosen, layers)
         _check_alike(chosen)
         left_out = tuple(name for name in trainable if name not in chosen)
@@ -210,7 +209,9 @@ def unwrap(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def _chosen(model: nn.Module, trainable: Mapping[str, Tensor], layers: Sequence[str]) -> dict[str, Tensor]:
+def _choose_parameters(
+    model: nn.Module, trainable: Mapping[str, Tensor], layers: Sequence[str]
+) -> dict[str, Tensor]:
     """The trainable parameters of the modules, or under the names, that the user lists."""
     if not isinstance(layers, Sequence) or not all(isinstance(name, str) for name in layers):
         raise ProblemError(f"layers={layers!r}; expected a list of names of modules or parameters")
@@ -364,22 +365,22 @@ class ModelCall:
 
     def __call__(self, inputs: Inputs, mode: AbstractContextManager[Any] | None = None) -> Tensor:
         """The logits, with their graph where gradients are enabled; `mode` is entered around the call."""
-        given = map_tensors(_usable, inputs)
+        given = map_tensors(_prepare_input, inputs)
         with eager_without_autocast(inputs):
             example = tensors_of(inputs)[0]
             before = device.random_states(example)
             with mode or nullcontext():
-                picked = self._picked(_called(self.model, given))
-            logits = self._checked(picked)
+                picked = self._pick_logits(_call_model(self.model, given))
+            logits = self._check_logits(picked)
             if askable(logits) and not before.unchanged():
                 _check_randomness(self.model, given, before)
             return logits
 
     def logits_of(self, returned: Any) -> Tensor:
         """What of the model's return value are the logits."""
-        return self._checked(self._picked(returned))
+        return self._check_logits(self._pick_logits(returned))
 
-    def _checked(self, logits: Any) -> Tensor:
+    def _check_logits(self, logits: Any) -> Tensor:
         if not isinstance(logits, Tensor) or not logits.is_floating_point() or logits.ndim < 2:
             chosen = "" if self.output is None else f" (output={self.output!r})"
             raise ProblemError(
@@ -388,7 +389,7 @@ class ModelCall:
             )
         return logits
 
-    def _picked(self, returned: Any) -> Any:
+    def _pick_logits(self, returned: Any) -> Any:
         if callable(self.output):
             return self.output(returned)
         if self.output is not None:
@@ -404,7 +405,7 @@ class ModelCall:
         return returned
 
 
-def _called(model: nn.Module, inputs: Any) -> Any:
+def _call_model(model: nn.Module, inputs: Any) -> Any:
     if isinstance(inputs, Tensor):
         return model(inputs)
     return model(**inputs) if isinstance(inputs, dict) else model(*inputs)
@@ -428,7 +429,7 @@ def _field(returned: Any, name: str | int) -> Any:
         ) from error
 
 
-def _usable(tensor: Tensor) -> Tensor:
+def _prepare_input(tensor: Tensor) -> Tensor:
     """In float32 at least; and autograd cannot save what was made in inference mode, but a copy of it."""
     if not tensor.is_inference() and not torch.is_inference_mode_enabled():
         return in_float(tensor)
@@ -474,7 +475,7 @@ class _SeededOperations(TorchDispatchMode):
 def _check_randomness(model: nn.Module, given: Any, before: device.RandomStates) -> None:
     """Refuse a forward that draws random numbers; called where torch's state was `before` and has changed."""
     with torch.no_grad(), _SeededOperations() as watch:
-        _called(model, given)
+        _call_model(model, given)
     if watch.drawn:
         before.restore()
         raise ProblemError(

@@ -30,8 +30,7 @@ import torch
 from torch import Tensor
 
 from curvlab.exceptions import ProblemError
-from curvlab.linalg.execution import in_pieces
-from curvlab.linalg.pending import askable
+from curvlab.linalg.execution import eigh, in_pieces
 
 __all__ = [
     "Cotangent",
@@ -304,7 +303,7 @@ class CurvatureRoot:
     @classmethod
     def split(cls, mean: Tensor) -> tuple[CurvatureRoot, CurvatureRoot]:
         """N⁺ and N⁻ of M̄ = N⁺N⁺ᵀ - N⁻N⁻ᵀ; `mean` is (G, n) for a diagonal, (G, n, n) for matrices."""
-        values, vectors = (mean, None) if mean.ndim == 2 else torch.linalg.eigh(mean)
+        values, vectors = (mean, None) if mean.ndim == 2 else eigh(mean)
         if vectors is not None:
             largest = values.abs().amax(1, keepdim=True)
             values = torch.where(values.abs() > ROUNDING * largest, values, 0)
@@ -319,11 +318,6 @@ class CurvatureRoot:
     def scaled(self, factor: float) -> CurvatureRoot:
         """The root times a number."""
         return replace(self, values=self.values * factor)
-
-    @property
-    def zero(self) -> bool:
-        """Whether it is known to be zero."""
-        return askable(self.values) and not bool((self.values > 0).any())
 
     def column(self, group: int, index: int) -> Tensor:
         """√|λ| q for one eigenvector q of a group, (n,): with these in the place of N, N Nᵀ is the same."""

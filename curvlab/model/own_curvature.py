@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvlab.linalg.execution import eigh
 from curvlab.model.nodes import (
     DIVISIONS,
     NORMS,
@@ -182,7 +183,7 @@ class _PairCurvature(OwnCurvature):
 
     @cached_property
     def _split(self) -> tuple[Tensor, Tensor]:
-        return torch.linalg.eigh(self.matrices)
+        return eigh(self.matrices)
 
     def times(self, coordinates: Tensor, negative: bool) -> list[tuple[NodeInput, Tensor]]:
         values, vectors = self._split
@@ -281,7 +282,7 @@ class _NormCurvature(OwnCurvature):
         basis = torch.stack([first, second], -1)
         images = torch.stack([self._product(first), self._product(second)], -1)
         inside = basis.mT @ images
-        values, turn = torch.linalg.eigh((inside + inside.mT) / 2)
+        values, turn = eigh((inside + inside.mT) / 2)
         return values, basis @ turn
 
     def times(self, coordinates: Tensor, negative: bool) -> list[tuple[NodeInput, Tensor]]:
@@ -319,13 +320,13 @@ def own_curvature(node: NonlinearNode | FurtherNode, gradient: Tensor) -> OwnCur
 # ------------------------------------------------------------------------------------------ finding them
 
 
+@dataclass(eq=False)
 class FurtherFinder:
     """Finds further nodes among the calls whose own curvature a `NodeFinder` leaves out."""
 
-    def __init__(self, finder: NodeFinder) -> None:
-        self._finder = finder
-        self.nodes: list[FurtherNode | NonlinearNode] = []
-        self.unknown: dict[str, None] = {}
+    finder: NodeFinder
+    nodes: list[FurtherNode | NonlinearNode] = field(default_factory=list)
+    unknown: dict[str, None] = field(default_factory=dict)
 
     def before(
         self, base: str, args: tuple[Any, ...], kwargs: dict[str, Any], varying: Sequence[Tensor]
@@ -344,7 +345,7 @@ class FurtherFinder:
     def _node(
         self, base: str, args: tuple[Any, ...], kwargs: dict[str, Any], varying: Sequence[Tensor]
     ) -> FurtherNode | NonlinearNode | None:
-        rows = [self._finder.rows_of(tensor) for tensor in varying]
+        rows = [self.finder.rows_of(tensor) for tensor in varying]
         known = [one for one in rows if one is not None]
         if len(known) < len(rows):
             return None

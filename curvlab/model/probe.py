@@ -29,7 +29,7 @@ from torch import Tensor
 from curvlab.criteria import Criterion
 from curvlab.criteria.base import AllWeightsZeroError
 from curvlab.exceptions import ProblemError
-from curvlab.linalg.pending import askable, require
+from curvlab.linalg.execution import askable, require
 from curvlab.model.forward import Forward
 from curvlab.model.network import Inputs, Network, slice_examples, take_examples
 from curvlab.model.recording import (
@@ -121,12 +121,11 @@ class _Probe:
     def compare(self, recording: Recording, forward: Forward) -> None:
         """Raise `ProblemError` where the recording is not what the model computes."""
         # Watched logits are detached from their graph here; only values are compared.
-        own: Tensor | None = self._own_logits(self.inputs)
-        assert own is not None
-        self._compare_logits(forward.logits.detach(), own.detach(), "the whole batch, called twice", _TWICE)
-        part = recording
+        whole = self._own_logits(self.inputs)
+        self._compare_logits(forward.logits.detach(), whole.detach(), "the whole batch, called twice", _TWICE)
+        part, own = recording, None if recording.examples > EXAMPLES else whole
+        del whole  # its graph is that of the whole batch
         if recording.examples > EXAMPLES:
-            own = None  # its graph is that of the whole batch
             try:
                 part, _ = record(
                     self.network,

@@ -147,26 +147,26 @@ class BatchProducts:
 
     def hessian(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Σ c_ij ∇²ξ_ij v over the parameters named in `vectors`, their cross blocks included."""
-        checked = self._checked(vectors)
+        checked = self._check_vectors(vectors)
         with self._differentiating():
-            return self._named(checked, self._hessian(checked))
+            return self._add_names(checked, self._hessian(checked))
 
     def gauss_newton(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Σ c_ij Jᵀ ∇²ξ_ij J v over the parameters named in `vectors`, their cross blocks included."""
-        checked = self._checked(vectors)
+        checked = self._check_vectors(vectors)
         with self._differentiating():
-            return self._named(checked, self._gauss_newton(checked))
+            return self._add_names(checked, self._gauss_newton(checked))
 
     def second_moment(
         self, vectors: Mapping[str, Tensor], outer: Callable[[LossTerms, Tensor], Tensor]
     ) -> dict[str, Tensor]:
         """Σ Jᵀ U J v for matrices U at the logits: `outer(terms, y)` is U y, y in the logits' shape."""
-        checked = self._checked(vectors)
+        checked = self._check_vectors(vectors)
         with self._differentiating():
             (along,) = self._differentiated_along(checked, [self._cotangent], None)
             inputs = [self._parameters[name] for name in checked]
             values = self._pulled_back([self._logits], inputs, [outer(self._terms, along)], None)
-            return self._named(checked, values)
+            return self._add_names(checked, values)
 
     def hessian_block(self, name: str) -> Tensor:
         """The n × n block of one parameter of n entries, from n products."""
@@ -228,7 +228,7 @@ class BatchProducts:
             block.diagonal().add_(self._shift)
             return block
 
-    def _checked(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _check_vectors(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         self._check_current()
         _check_names(list(vectors), self._parameters)
         checked = {}
@@ -253,7 +253,7 @@ class BatchProducts:
     def _differentiating(self) -> AbstractContextManager[None]:
         return differentiating_twice(self._terms.logits, self._parameters)
 
-    def _named(self, vectors: Mapping[str, Tensor], values: Sequence[Tensor]) -> dict[str, Tensor]:
+    def _add_names(self, vectors: Mapping[str, Tensor], values: Sequence[Tensor]) -> dict[str, Tensor]:
         """The values under their names, with λ Σ c_ij v added."""
         named = zip(vectors.items(), values, strict=True)
         return {name: torch.add(value.detach(), self._shift * vector) for (name, vector), value in named}

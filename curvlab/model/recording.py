@@ -15,7 +15,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
+from operator import add
 
 import torch
 from torch import Tensor
@@ -33,8 +34,8 @@ from curvlab.model.layers import Chain, Layer, add_rows, shape_of_rows
 from curvlab.model.network import Inputs, Network, tensors_of
 from curvlab.model.nodes import Cotangent, NodeInput, NonlinearNode, formed, starting_at_nodes
 from curvlab.model.own_curvature import FurtherNode, OwnCurvature, own_curvature
-from curvlab.model.uses import WeightUse
-from curvlab.model.watch import Listener, SeenUse, listener_of
+from curvlab.model.uses import Use, WeightUse
+from curvlab.model.watch import Listener, ParameterView, SeenUse, SeenWeight, listener_of
 from curvlab.staleness import example_hashes
 
 __all__ = [
@@ -125,6 +126,11 @@ class Recording(FullPrecision, ABC):
             return torch.arange(self.examples, device=self.logits.device)
         *inputs, targets = [t.float() if t.is_floating_point() else t for t in tensors]
         return example_hashes(inputs, targets)
+
+    @cached_property
+    def draws(self) -> dict[Hashable, Tensor]:
+        """What was drawn at random for this batch, by what it was drawn for."""
+        return {}
 
     @abstractmethod
     def weighted_gradients(self, weights: Tensor) -> dict[str, Tensor]:
@@ -275,7 +281,7 @@ class ChainRecording(Recording):
         return torch.einsum("mkl,lmn->kmn", hessians, jacobian)
 
 
-HearWeight = Callable[[Layer, SeenUse, Tensor], None]
+HearWeight = Callable[[Layer, SeenWeight, Tensor], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -458,17 +464,16 @@ class GraphRecording(Recording):
             if seen.view is None or seen.view.name in self.forward.watched.unknown:
                 continue
             name = seen.view.name
-            if name in self._by_name:
-                hear(self._by_name[name], seen, arrived)
+            if name in self._by_name and isinstance(seen.use, WeightUse):
+                hear(self._by_name[name], SeenWeight(seen, seen.use, seen.view), arrived)
             elif name in self._plain:
-                rows = self._example_gradients(seen, arrived, self._plain[name])
+                rows = self._example_gradients(seen.use, seen.view, arrived, self._plain[name])
                 found[name] = rows if name not in found else found[name] + rows
 
-    def _example_gradients(self, seen: SeenUse, gradient: Tensor, parameter: Tensor) -> Tensor:
+    def _example_gradients(
+        self, use: Use, view: ParameterView, gradient: Tensor, parameter: Tensor
+    ) -> Tensor:
         """The gradients of every example in the parameter's own shape, from one use of a view of it."""
-        view, use = seen.view, seen.use
-        assert view is not None
-        assert use is not None
         shape = tuple(parameter.shape)
         if view.transposed and not isinstance(use, WeightUse):
             return use.example_gradients(gradient, shape[::-1]).mT
@@ -536,10 +541,8 @@ class GraphRecording(Recording):
         gradients: dict[str, Tensor] = {}
         rows: dict[str, Tensor] = {}
 
-        def hear(layer: Layer, seen: SeenUse, gradient: Tensor) -> None:
+        def hear(layer: Layer, seen: SeenWeight, gradient: Tensor) -> None:
             use, view = seen.use, seen.view
-            assert isinstance(use, WeightUse)
-            assert view is not None
             if layer.kind == "linear":
                 rows[layer.name] = gradient
                 return
@@ -599,9 +602,7 @@ class GraphRecording(Recording):
 
     def linear_inputs(self, layer: Layer) -> Tensor:
         """H of a Linear layer that sees one row per example."""
-        use = self.weight_uses(layer)[0].use
-        assert use is not None
-        return use.inputs
+        return next(seen.use.inputs for seen in self.weight_uses(layer) if seen.use is not None)
 
 
 def record(
@@ -674,7 +675,7 @@ class GradientMean:
     """The gradient over several batches, as running sums: no batch is held."""
 
     sums: dict[str, Tensor] = field(default_factory=dict)
-    weight: Tensor | None = None
+    weights: list[Tensor] = field(default_factory=list)
 
     def add(self, recording: Recording) -> None:
         """Count a batch with its weight."""
@@ -683,12 +684,12 @@ class GradientMean:
         for name in gradient:
             counted = gradient.view(name) * weight
             self.sums[name] = counted if name not in self.sums else self.sums[name].add_(counted)
-        self.weight = weight if self.weight is None else self.weight + weight
+        self.weights.append(weight)
 
     def value(self) -> Gradient:
         """The mean so far."""
-        assert self.weight is not None
-        return Gradient({name: total / self.weight for name, total in self.sums.items()})
+        weight = reduce(add, self.weights)
+        return Gradient({name: total / weight for name, total in self.sums.items()})
 
 
 def _entries(record: LayerRecord) -> dict[str, Tensor | RowGradient]:

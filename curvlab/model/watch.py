@@ -41,13 +41,14 @@ from curvlab.model.decompositions import DECOMPOSITIONS, NotDecomposedError
 from curvlab.model.double_backward import refuse_reentrant_checkpoint
 from curvlab.model.nodes import NodeFinder, NonlinearNode, base_name, is_linear, weak_hook
 from curvlab.model.own_curvature import FurtherFinder, FurtherNode, SoftmaxNode
-from curvlab.model.uses import Use
+from curvlab.model.uses import Use, WeightUse
 
 __all__ = [
     "CallTrace",
     "Listener",
     "ParameterView",
     "SeenUse",
+    "SeenWeight",
     "Watch",
     "leaves_behind",
     "listener_of",
@@ -121,6 +122,15 @@ class SeenUse:
         return gradient.movedim(self.batch_dim, 0) if self.batch_dim else gradient
 
 
+@dataclass(frozen=True, eq=False)
+class SeenWeight:
+    """A `SeenUse` of a view of a parameter as a matrix."""
+
+    seen: SeenUse
+    use: WeightUse
+    view: ParameterView
+
+
 class Watch(TorchFunctionMode):
     """Records the uses of `parameters`, told apart by identity, in a batch of `examples`.
 
@@ -178,7 +188,7 @@ class Watch(TorchFunctionMode):
                 if self._is_constant(args[0]):
                     self._note_constant(found)
             return found
-        output = self._called(func, name, args, kwargs)
+        output = self._call(func, name, args, kwargs)
         self._note_call(func, name, args, kwargs, output)
         return output
 
@@ -189,7 +199,7 @@ class Watch(TorchFunctionMode):
         if self._reader is not None:
             self._reader.note(func, args, kwargs, output)
 
-    def _called(
+    def _call(
         self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if func in HIDING:
@@ -220,7 +230,7 @@ class Watch(TorchFunctionMode):
     ) -> Any:
         """A function of constants gives constants, and writes no data of the batch into its arguments."""
         output = func(*args, **kwargs)
-        if any(_differentiable(tensor) for tensor in _tensors_in((output,))):
+        if any(_is_differentiable(tensor) for tensor in _tensors_in((output,))):
             trained = [tensor for tensor in _tensors_in((args, kwargs)) if tensor.requires_grad]
             base = base_name(func)
             if not is_linear(base, args, kwargs, trained):
@@ -248,11 +258,11 @@ class Watch(TorchFunctionMode):
         output = func(*args, **kwargs)
         if torch.is_grad_enabled():
             bind = bindings().get(func)
-            bound = () if bind is None or not _differentiable(output) else bind(*args, **kwargs)
+            bound = () if bind is None or not _is_differentiable(output) else bind(*args, **kwargs)
             if bound:
                 output = self._record(bound, output)
             known = {id(one.argument) for one in bound}
-            if any(_differentiable(out) for out in _tensors_in((output,))):
+            if any(_is_differentiable(out) for out in _tensors_in((output,))):
                 self.unknown += [
                     (tensor, name)
                     for tensor in given
@@ -260,7 +270,7 @@ class Watch(TorchFunctionMode):
                 ]
         else:
             refuse_reentrant_checkpoint(args, kwargs)
-        if node is not None and _differentiable(output):
+        if node is not None and _is_differentiable(output):
             if isinstance(node, SoftmaxNode):
                 node.returned(output)
             output.register_hook(weak_hook(node.hear))
@@ -299,13 +309,13 @@ class Watch(TorchFunctionMode):
             version = -1 if use is None or use.inputs.is_meta else use.inputs._version
             made = one.argument if view is None else None
             folded = use is not None and batch_dim == 0 and use.folds > 1
-            reading = (batch_dim, self._ambiguous(tapped), folded)
+            reading = (batch_dim, self._is_ambiguous(tapped), folded)
             self.uses.append(SeenUse(view, made, use, listener, version, batch_dim, reading))
             if use is None:
                 self.unknown.append((one.argument, "a function over rows that are not the batch's examples"))
         return tapped
 
-    def _ambiguous(self, output: Tensor) -> bool:
+    def _is_ambiguous(self, output: Tensor) -> bool:
         """Whether the examples may be either of the first two dimensions."""
         count = self._examples
         return output.ndim >= 2 and output.shape[1] == count and len(output) % count == 0
@@ -412,7 +422,7 @@ def leaves_behind(tensor: Tensor) -> list[Tensor]:
     return list(found.values())
 
 
-def _differentiable(output: Any) -> bool:
+def _is_differentiable(output: Any) -> bool:
     return isinstance(output, Tensor) and output.requires_grad
 
 
@@ -456,22 +466,22 @@ class CallTrace:
 
     def note(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
         """A call, and what it returned."""
-        given = [self._described(value) for value in args]
-        given += [(key, self._described(value)) for key, value in kwargs.items()]
+        given = [self._describe(value) for value in args]
+        given += [(key, self._describe(value)) for key, value in kwargs.items()]
         self.steps.append((name, *given))
-        self.steps.extend(self._described(value) for value in _entries(output) if isinstance(value, Tensor))
+        self.steps.extend(self._describe(value) for value in _entries(output) if isinstance(value, Tensor))
 
-    def _described(self, value: Any) -> Hashable:
+    def _describe(self, value: Any) -> Hashable:
         if isinstance(value, Tensor):
             return self._number(value)
         if isinstance(value, bool | int):
             return (int(value),) if -SMALL <= value <= SMALL else "many"
         if isinstance(value, slice):
-            return tuple(self._described(part) for part in (value.start, value.stop, value.step))
+            return tuple(self._describe(part) for part in (value.start, value.stop, value.step))
         if isinstance(value, list) and all(isinstance(entry, int) for entry in value):
             return tuple(value)  # an order, by hand
         if isinstance(value, tuple | list):
-            return tuple(self._described(entry) for entry in value)
+            return tuple(self._describe(entry) for entry in value)
         return value if isinstance(value, str) else type(value).__name__
 
     def _number(self, tensor: Tensor) -> Hashable:
@@ -516,14 +526,14 @@ def _along_rows(tensor: Tensor, dim: Any) -> bool:
     return any(isinstance(one, int) and one % max(1, tensor.ndim) == 0 for one in dims)
 
 
-def _indexed(examples: int, depends: Callable[[Any], bool], args: Any, kwargs: Any) -> bool:
+def _index_rule(examples: int, depends: Callable[[Any], bool], args: Any, kwargs: Any) -> bool:
     """x[index] and x[index] = y, where the first index is a tensor of the batch."""
     index = args[1] if len(args) > 1 else None
     first = index[0] if isinstance(index, tuple | list) and index else index
     return isinstance(first, np.ndarray) or depends(first)
 
 
-def _chosen(place: int, default: Any = None) -> Rule:
+def _dim_rule(place: int, default: Any = None) -> Rule:
     """f(input, …, dim, …) where dim, at its place, is that of the rows."""
 
     def rule(examples: int, depends: Callable[[Any], bool], args: Any, kwargs: Any) -> bool:
@@ -535,7 +545,7 @@ def _chosen(place: int, default: Any = None) -> Rule:
     return rule
 
 
-def _multiplied(first: int) -> Rule:
+def _product_rule(first: int) -> Rule:
     """A product of two matrices that both depend on the batch: its rows are combined with each other."""
 
     def rule(examples: int, depends: Callable[[Any], bool], args: Any, kwargs: Any) -> bool:
@@ -547,7 +557,7 @@ def _multiplied(first: int) -> Rule:
     return rule
 
 
-def _summed(examples: int, depends: Callable[[Any], bool], args: Any, kwargs: Any) -> bool:
+def _einsum_rule(examples: int, depends: Callable[[Any], bool], args: Any, kwargs: Any) -> bool:
     """einsum of several tensors of the batch, where the first index of one is not that of the result."""
     operands = list(_entries(args[1])) if len(args) == 2 else list(args[1:])
     if sum(depends(operand) for operand in operands) < 2:
@@ -569,21 +579,23 @@ def _always(examples: int, depends: Callable[[Any], bool], args: Any, kwargs: An
 
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(("__getitem__", "__setitem__", "index_put", "index_put_"), _indexed),
-    **dict.fromkeys(("index_select", "gather", "index_add", "index_add_", "index_copy"), _chosen(1)),
-    **dict.fromkeys(("scatter", "scatter_", "scatter_add", "scatter_add_", "index_copy_"), _chosen(1)),
-    **dict.fromkeys(("sum", "mean", "max", "min", "amax", "amin", "prod", "median", "logsumexp"), _chosen(1)),
-    **dict.fromkeys(("std", "var", "std_mean", "var_mean", "softmax", "log_softmax", "cumsum"), _chosen(1)),
-    **dict.fromkeys(("cumprod", "cummax", "cummin", "logcumsumexp"), _chosen(1)),
-    **dict.fromkeys(("norm", "vector_norm", "renorm", "take_along_dim"), _chosen(2)),
-    "normalize": _chosen(2, 1),
-    "sort": _chosen(1, -1),
-    "msort": _chosen(1, 0),
-    "topk": _chosen(2, -1),
-    "kthvalue": _chosen(2, -1),
+    **dict.fromkeys(("__getitem__", "__setitem__", "index_put", "index_put_"), _index_rule),
+    **dict.fromkeys(("index_select", "gather", "index_add", "index_add_", "index_copy"), _dim_rule(1)),
+    **dict.fromkeys(("scatter", "scatter_", "scatter_add", "scatter_add_", "index_copy_"), _dim_rule(1)),
+    **dict.fromkeys(
+        ("sum", "mean", "max", "min", "amax", "amin", "prod", "median", "logsumexp"), _dim_rule(1)
+    ),
+    **dict.fromkeys(("std", "var", "std_mean", "var_mean", "softmax", "log_softmax", "cumsum"), _dim_rule(1)),
+    **dict.fromkeys(("cumprod", "cummax", "cummin", "logcumsumexp"), _dim_rule(1)),
+    **dict.fromkeys(("norm", "vector_norm", "renorm", "take_along_dim"), _dim_rule(2)),
+    "normalize": _dim_rule(2, 1),
+    "sort": _dim_rule(1, -1),
+    "msort": _dim_rule(1, 0),
+    "topk": _dim_rule(2, -1),
+    "kthvalue": _dim_rule(2, -1),
     **dict.fromkeys(("masked_select", "masked_scatter", "masked_scatter_", "take", "put", "put_"), _always),
-    **dict.fromkeys(("matmul", "mm", "__matmul__", "bmm", "cdist", "tensordot"), _multiplied(0)),
-    **dict.fromkeys(("addmm", "baddbmm"), _multiplied(1)),
-    torch.einsum.__name__: _summed,
+    **dict.fromkeys(("matmul", "mm", "__matmul__", "bmm", "cdist", "tensordot"), _product_rule(0)),
+    **dict.fromkeys(("addmm", "baddbmm"), _product_rule(1)),
+    torch.einsum.__name__: _einsum_rule,
     F.embedding.__name__: _looked_up,
 }

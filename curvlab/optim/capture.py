@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from curvlab.exceptions import CurvlabError, ProblemError, SolveError, SpecError
-from curvlab.linalg.pending import Deferred, deferred
+from curvlab.linalg.execution import Deferred, deferred
 from curvlab.measure.device import Graph, graph_on
 from curvlab.optim.guard import Change
 from curvlab.specs import check_number

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from curvlab.exceptions import SolveError
 from curvlab.linalg import Step
-from curvlab.linalg.execution import deferring, in_pieces
+from curvlab.linalg.execution import Limits, deferring, in_pieces, require
 from curvlab.linalg.factors import max_abs
-from curvlab.linalg.pending import Limits, require
 from curvlab.linalg.steps import add_step
 from curvlab.solvers.solution import Solution, Status, check_parameters
 
@@ -149,6 +148,7 @@ def looks_at_residual(step: int) -> bool:
 
 def stagnated(solution: Solution) -> str | None:
     """What to say where rounding stopped a solve with a residual above `STAGNATED_BEYOND`, if it did."""
+    solution.read()
     far = [
         block
         for block in solution.blocks.values()

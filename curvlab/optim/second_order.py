@@ -35,8 +35,7 @@ from curvlab.defaults import STEP_ALPHA, STEP_LR, STEP_PROVIDER, STEP_SOLVER
 from curvlab.distributed.agreement import adopt_first_rank, agree
 from curvlab.distributed.communicator import communicator_of
 from curvlab.exceptions import ProblemError, SpecError
-from curvlab.linalg.execution import full_precision
-from curvlab.linalg.pending import collected
+from curvlab.linalg.execution import collected, full_precision
 from curvlab.linalg.steps import Gradient
 from curvlab.measure.device import keep_freed_memory, readable
 from curvlab.model.network import Network, unwrap
@@ -101,7 +100,7 @@ class SecondOrder(torch.optim.Optimizer):
         batchnorm: `"running"` for models with batch normalisation in training mode, which are refused
             without it: the gradient and the loss are those with the batch's statistics, and the curvature is
             that with the running ones, which a step updates once, as torch's own forward does. The
-            solution's notes and the optimizer's `repr` say so.
+            solution's notes and the optimizer's `repr` mention it.
         capture: steps of which the host reads nothing, and of which a graph of the device can therefore be
             made; True, or a `Capture` with the number of steps after which their checks are read (100). A
             step that fails writes nothing, nor does any after it; the reading raises what was wrong, with the
@@ -109,7 +108,7 @@ class SecondOrder(torch.optim.Optimizer):
             captured again where lr, alpha or momentum change. Residuals are not looked at.
 
     Where rounding stops a solve far from its solution (`stagnated` with a relative residual above 1e-2, as
-    in float32 near a stationary point) a `StagnationWarning` says so once; residuals are looked at in the
+    in float32 near a stationary point) a `StagnationWarning` is given once; residuals are looked at in the
     tenth step and in every hundredth. `on_solution`, if set, is called with every step's `Solution` before
     the parameters change. The model is used in the mode it is in; layers that are random in training mode
     are refused.
@@ -279,12 +278,13 @@ class SecondOrder(torch.optim.Optimizer):
             # No rank writes before all can.
             device = self.param_groups[0]["params"][0].device
             agree(communicator, lambda: self._check(changes, solution), on=device)
-            adapting = self.adapt is not None and (self._steps + 1) % self.adapt.every == 0
-            predicted = _predicted(changes, solution, curvature, gradient) if adapting else 0.0
+            adapt = self.adapt if self.adapt and (self._steps + 1) % self.adapt.every == 0 else None
+            predicted = _predicted(changes, solution, curvature, gradient) if adapt else 0.0
             self._apply(changes)
             self._kept, self._estimates, self._steps = keep, self._estimates + estimating, self._steps + 1
-            if adapting:
-                self._adapt(float(loss), predicted, problem, statistics)
+            if adapt:
+                after = self._loss_after(problem, statistics)
+                self._alpha = adapt.adapted(self._alpha, float(loss) - after, predicted)
         return loss, changes, None
 
     def _solve(
@@ -427,18 +427,14 @@ class SecondOrder(torch.optim.Optimizer):
             if change.buffer is not None:
                 self.state[change.parameter]["momentum_buffer"] = change.buffer
 
-    def _adapt(
-        self, before: float, predicted: float, problem: Problem, statistics: BatchStatistics | None
-    ) -> None:
-        assert self.adapt is not None
+    def _loss_after(self, problem: Problem, statistics: BatchStatistics | None) -> float:
+        """The loss of the step's own rows with the parameters that it has written."""
         try:
             if statistics is not None and statistics.layers:
-                after = float(statistics.loss(problem))
-            else:
-                after = float(problem.loss(process_group=self.process_group))
+                return float(statistics.loss(problem))
+            return float(problem.loss(process_group=self.process_group))
         except ProblemError:
-            after = float("inf")
-        self._alpha = self.adapt.adapted(self._alpha, before - after, predicted)
+            return float("inf")
 
     def __repr__(self) -> str:
         own = {"provider": self._provider, "solver": self._solver, "alpha": self._alpha}
@@ -539,10 +535,12 @@ def _predicted(changes: list[Change], solution: Solution, curvature: Curvature, 
         for name, delta in deltas.items():
             total -= (delta * (gradient.view(name) + 0.5 * image[name])).sum().cpu().double()
         return float(total)
+    reductions = []
     for change in changes:
         measures, scale = solution.blocks[change.name].measures, change.rate * change.scale
-        reduction = scale * measures.slope() + 0.5 * scale**2 * measures.quadratic()
-        total -= reduction.cpu().double()
+        reductions.append(scale * measures.slope() + 0.5 * scale**2 * measures.quadratic())
+    for reduction in torch.stack(reductions).cpu().double():  # read together
+        total -= reduction
     return float(total)
 
 

@@ -8,7 +8,7 @@ many passes before it as some statistics need the means of others.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast, overload
 
@@ -32,9 +32,8 @@ from curvlab.distributed.operators import join_operators
 from curvlab.distributed.statistics import JoinedStatistics
 from curvlab.exceptions import SpecError
 from curvlab.linalg import Factor
-from curvlab.linalg.execution import autocast_switched_off, full_precision
+from curvlab.linalg.execution import askable, autocast_switched_off, full_precision
 from curvlab.linalg.factors import DiagonalFactor, InputFactors
-from curvlab.linalg.pending import askable
 from curvlab.linalg.steps import Gradient
 from curvlab.measure import device as devices
 from curvlab.model.layers import Layer
@@ -329,7 +328,8 @@ def factor_layers(
     if sides is not None and sides.keeps_examples:
         return example_layers(context, factors, sides.structure), ()
     layers = kronecker_layers(context, factors, input_statistic(sides))
-    return layers, side_notes(layers)
+    looked_up = {layer.name for layer in context.layers if any(role.lookup for role in layer.roles)}
+    return layers, side_notes(layers, MAX_FACTOR if sides is None else sides.max_factor, looked_up)
 
 
 def example_layers(context: Context, factors: Sequence[Factor], structure: str) -> tuple[LayerCurvature, ...]:
@@ -341,8 +341,13 @@ def example_layers(context: Context, factors: Sequence[Factor], structure: str) 
     return tuple(JointLayer(name, {n: shapes[n] for n in names}, factor) for (name, names), factor in pairs)
 
 
-def side_notes(layers: Sequence[LayerCurvature]) -> tuple[str, ...]:
-    """What the layers' sides leave out: diagonal sides, and layers whose mean gradient has no curvature."""
+def side_notes(
+    layers: Sequence[LayerCurvature], max_factor: int, looked_up: Collection[str]
+) -> tuple[str, ...]:
+    """What the layers' sides leave out: diagonal sides, and layers whose mean gradient has no curvature.
+
+    The inputs of a lookup are one-hot rows: their diagonal factor leaves nothing out.
+    """
     notes = []
     losing = _losing_their_mean([layer for layer in layers if isinstance(layer, SharedLayer)])
     for layer in layers:
@@ -353,15 +358,31 @@ def side_notes(layers: Sequence[LayerCurvature]) -> tuple[str, ...]:
                 f"`{layer.name}` is used as different matrices: a sum of Kronecker products for `cg`, its "
                 f"diagonal for every other solver"
             )
-        if isinstance(layer, SharedLayer):
-            if any(isinstance(part.output, DiagonalFactor) for part in layer.parts):
-                notes.append(f"layer `{layer.name}`: its output side is wider than max_factor, and diagonal")
-            if layer.name in losing:
-                notes.append(
-                    f"layer `{layer.name}`: the gradients of an example's positions cancel, so that `sm-kfi` "
-                    f"and `ea-cg` see no curvature there"
-                )
+        if isinstance(layer, KroneckerLayer | SharedLayer):
+            notes += _diagonal_sides(layer, max_factor, layer.name in looked_up)
+        if layer.name in losing:
+            notes.append(
+                f"layer `{layer.name}`: the gradients of an example's positions cancel, so that `sm-kfi` "
+                f"and `ea-cg` see no curvature there"
+            )
     return tuple(notes)
+
+
+def _diagonal_sides(layer: KroneckerLayer | SharedLayer, max_factor: int, lookup: bool) -> Iterator[str]:
+    """Sentences about the sides that are diagonal because they are wide; no factor is formed for them."""
+    parts = layer.parts if isinstance(layer, SharedLayer) else (layer,)
+    if any(isinstance(part.output, DiagonalFactor) for part in parts):
+        yield f"layer `{layer.name}`: its output side is wider than max_factor, and diagonal"
+    elif isinstance(layer, SharedLayer) and isinstance(layer.mean_output, DiagonalFactor):
+        yield f"layer `{layer.name}`: its bias block is wider than max_factor, and diagonal"
+    inputs = [part.inputs for part in parts if part.inputs is not None and not lookup]
+    if any(one.formed and isinstance(one.full, DiagonalFactor) for one in inputs):
+        yield f"layer `{layer.name}`: its input side is wider than max_factor, and diagonal"
+    elif any(not one.formed and one.size > max_factor for one in inputs):
+        yield (
+            f"layer `{layer.name}`: its input side is wider than max_factor, and diagonal if it has more "
+            f"rows than that"
+        )
 
 
 def _losing_their_mean(layers: Sequence[SharedLayer]) -> set[str]:
@@ -562,13 +583,15 @@ def _means(problem: Problem, stages: _Stages) -> dict[Statistic, Values]:
 def _stages(wanted: Sequence[Statistic]) -> list[tuple[Statistic, ...]]:
     """What is needed first, by how many passes come before it, and all that nothing needs with the last."""
     depths: dict[Statistic, int] = {}
+    needed: set[Statistic] = set()
 
     def depth(statistic: Statistic) -> int:
-        depths[statistic] = max((depth(needed) + 1 for needed in statistic.needs), default=0)
+        needs = statistic.needs
+        needed.update(needs)
+        depths[statistic] = max((depth(one) + 1 for one in needs), default=0)
         return depths[statistic]
 
     last = max((depth(statistic) for statistic in wanted), default=0)
-    needed = {one for statistic in depths for one in statistic.needs}
     places = {s: place if s in needed else last for s, place in depths.items()}
     stages = [tuple(s for s, place in places.items() if place == stage) for stage in range(last + 1)]
     return [stage for stage in stages if stage]
@@ -606,7 +629,6 @@ def estimate_jointly(
         means |= {statistic: found.values[statistic] for statistic in stage}
     bound = [statistic.bound(means) for statistic in last]
     joined = problem.join(communicator, bound, Means, gradient=gradient, loss=loss, settings=agreed)
-    assert joined.share is not None
     own = problem if joined.share else problem.empty_like()
     means |= {statistic: joined.values[statistic] for statistic in last}
     # What is made of one rank's own rows (matrix-free blocks) may fail there alone.

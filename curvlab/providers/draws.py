@@ -15,7 +15,7 @@ from torch import Tensor
 from curvlab.staleness import logical_shift, mix
 
 if TYPE_CHECKING:
-    from curvlab.model.recording import Recording
+    from curvlab.model.recording import GraphRecording
 
 __all__ = ["draw_positions", "draw_signs", "uniforms"]
 
@@ -26,8 +26,12 @@ POSITIONS, SIGNS = 1 << 40, 1 << 41  # streams apart from those of labels
 def hashes(seed: int, stream: int, keys: Tensor, count: int) -> Tensor:
     """A hash of each (key, index), (keys, count), in int64."""
     index = torch.arange(count, dtype=torch.int64, device=keys.device)
-    key = mix(torch.full((1, 1), seed, dtype=torch.int64, device=keys.device))
-    return mix(mix(mix(key ^ stream) ^ keys[:, None]) ^ index)
+    return mix(mix(_stream_key(seed, stream, keys) ^ keys[:, None]) ^ index)
+
+
+def _stream_key(seed: int, stream: int | Tensor, keys: Tensor) -> Tensor:
+    """A hash of the seed and of a stream, or of several."""
+    return mix(mix(torch.full((1, 1), seed, dtype=torch.int64, device=keys.device)) ^ stream)
 
 
 def uniforms(seed: int, draw: int, keys: Tensor, count: int, dtype: torch.dtype) -> Tensor:
@@ -57,10 +61,18 @@ def draw_signs(seed: int, draw: int, keys: Tensor, count: int, dtype: torch.dtyp
     return table.index_select(0, octets).reshape(len(keys), -1)[:, :count]
 
 
-def draw_positions(recording: Recording, seed: int, place: int, positions: int, count: int) -> Tensor:
+def draw_positions(recording: GraphRecording, seed: int, place: int, positions: int, count: int) -> Tensor:
     """`count` of so many positions of each example, without replacement: (examples, count).
 
-    `place` is the layer's, so that layers draw apart from each other.
+    `place` is the layer's, so that layers draw apart from each other. Both sides of a layer ask for the same:
+    what was drawn of a batch is kept, and what is hashed of its examples is hashed for all layers at once.
     """
-    order = hashes(seed, POSITIONS + place, recording.example_keys, positions)
-    return order.topk(count, dim=1).indices
+    kept, asked = recording.draws, (seed, place, positions, count)
+    if asked not in kept:
+        if seed not in kept:
+            keys = recording.example_keys
+            streams = POSITIONS + torch.arange(len(recording.layout), dtype=torch.int64, device=keys.device)
+            kept[seed] = mix(_stream_key(seed, streams[:, None, None], keys) ^ keys[:, None])
+        index = torch.arange(positions, dtype=torch.int64, device=kept[seed].device)
+        kept[asked] = mix(kept[seed][place] ^ index).topk(count, dim=1).indices
+    return kept[asked]

@@ -35,7 +35,7 @@ from curvlab.model.layers import Layer
 from curvlab.model.nodes import Cotangent, NodeInput
 from curvlab.model.recording import ChainRecording, GraphRecording, Recording
 from curvlab.model.uses import WeightUse
-from curvlab.model.watch import SeenUse
+from curvlab.model.watch import SeenWeight
 from curvlab.providers.sides import placed_uses, side_count
 from curvlab.providers.statistics import OutputProducts, Statistic, Values, input_statistic
 
@@ -158,9 +158,8 @@ class EigenSums:
         share = self.recording.row_weights * weight
         held: dict[tuple[Layer, int], Tensor] = {}
 
-        def hear(layer: Layer, seen: SeenUse, gradient: Tensor) -> None:
+        def hear(layer: Layer, seen: SeenWeight, gradient: Tensor) -> None:
             use = seen.use
-            assert isinstance(use, WeightUse)
             if layer not in self.bases:
                 return
             if layer.kind == "tied":
@@ -168,9 +167,9 @@ class EigenSums:
                 held[layer, 0] = held[layer, 0] + rows if (layer, 0) in held else rows
                 return
             alone = len(self.recording.weight_uses(layer)) == 1
-            rows, first = use.output_rows(gradient), self._first.get(seen, 0)
+            rows, first = use.output_rows(gradient), self._first.get(seen.seen, 0)
             for span in use.ranges(use.parts * use.positions * use.input_size + layer.weight.numel()):
-                for part, turned in self._turned(layer, use, rows, first, span):
+                for part, turned in self._turn_rows(layer, use, rows, first, span):
                     if alone:
                         self.totals[layer][part] += _squares(share[slice(*span)], turned)
                     else:
@@ -183,7 +182,7 @@ class EigenSums:
         for (layer, part), rows in held.items():
             self.totals[layer][part] += _squares(share, rows)
 
-    def _turned(
+    def _turn_rows(
         self, layer: Layer, use: WeightUse, rows: Tensor, first: int, span: tuple[int, int]
     ) -> Iterator[tuple[int, Tensor]]:
         """Uᵀ R_i Q of some examples, (examples, r, s), for each part of a use."""

@@ -30,7 +30,7 @@ from curvlab.model.layers import Layer
 from curvlab.model.nodes import Cotangent, NodeInput
 from curvlab.model.recording import ChainRecording, GraphRecording
 from curvlab.model.uses import LinearUse, WeightUse
-from curvlab.model.watch import SeenUse
+from curvlab.model.watch import ParameterView, SeenUse, SeenWeight
 from curvlab.staleness import Stamp
 
 __all__ = ["ExampleSums", "UseRows", "WeightRows", "chain_example_factors", "groups_of", "modules_of"]
@@ -260,13 +260,11 @@ class ExampleSums:
         outputs: dict[SeenUse, Tensor] = {}
         biases: dict[str, Tensor] = {}
 
-        def hear(layer: Layer, seen: SeenUse, gradient: Tensor) -> None:
+        def hear(layer: Layer, seen: SeenWeight, gradient: Tensor) -> None:
             use, view = seen.use, seen.view
-            assert isinstance(use, WeightUse)
-            assert view is not None
             rows = use.output_rows(gradient)
             if layer.weight_name is not None:
-                outputs[seen] = rows
+                outputs[seen.seen] = rows
             if layer.bias_name is not None and layer.bias is not None:
                 total = biases.setdefault(layer.bias_name, rows.new_zeros(len(rows), len(layer.bias)))
                 first, last = view.rows or (0, total.shape[1])
@@ -299,20 +297,18 @@ class ExampleSums:
         heard = [outputs.pop(seen, None) for outputs, _ in self._passes]
         like = next((rows for rows in heard if rows is not None), None)
         if like is None:
-            outputs_of = self._outputs_of(seen)
+            outputs_of = self._outputs_of(use, view)
             like = use.inputs.new_zeros(1, dtype=self.recording.logits.dtype).expand(
                 use.examples, use.positions, use.parts, outputs_of
             )
         found = [torch.zeros_like(like) if rows is None else rows for rows in heard]
         return UseRows(use, view.rows, found[0][None] if len(found) == 1 else torch.stack(found))
 
-    def _outputs_of(self, seen: SeenUse) -> int:
+    def _outputs_of(self, use: WeightUse, view: ParameterView) -> int:
         """How many outputs each part of a use has, from its parameter's matrix."""
-        assert isinstance(seen.use, WeightUse)
-        assert seen.view is not None
-        parameter = self.recording.network.parameters[seen.view.name].detach()
-        own = parameter if seen.view.rows is None else parameter[seen.view.rows[0] : seen.view.rows[1]]
-        return seen.use.matrix(own).shape[-2]
+        parameter = self.recording.network.parameters[view.name].detach()
+        own = parameter if view.rows is None else parameter[view.rows[0] : view.rows[1]]
+        return use.matrix(own).shape[-2]
 
     def _formed_rows(self, name: str) -> FormedRows:
         parameter = self.recording.network.parameters[name]

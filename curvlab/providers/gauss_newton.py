@@ -113,7 +113,9 @@ class GaussNewton(ChainOrRows):
         layers, notes = factor_layers(context, factors, products.sides)
         if self.structure == "ekfac":
             layers = eigen_layers(problem.layers, layers, context.tensors(EigenMoments(products)))
-        definiteness = _known(problem.criterion) or _measured_examples(*context.tensors(SPECTRUM))
+        definiteness = _known_definiteness(problem.criterion) or _measured_examples(
+            *context.tensors(SPECTRUM)
+        )
         return Curvature(
             name,
             problem.criterion.name,
@@ -128,14 +130,14 @@ def _recursive(context: Context, name: str) -> Curvature:
     chain, criterion = context.problem.require_chain(name), context.problem.criterion
     (top,) = context.tensors(OUTPUT_HESSIAN)
     outputs = recurse(chain, top, context.tensors(SLOPE_PRODUCTS), [None] * len(chain.activations))
-    definiteness = _known(criterion) or _measured_mean(top)
+    definiteness = _known_definiteness(criterion) or _measured_mean(top)
     return Curvature(name, criterion.name, kronecker_layers(context, outputs), definiteness)
 
 
 def _exact(context: Context, name: str) -> Curvature:
     problem = context.problem
     layers = exact_layers(problem, [DenseFactor(block) for block in context.tensors(BLOCKS)])
-    definiteness = _known(problem.criterion) or _measured_examples(*context.tensors(SPECTRUM))
+    definiteness = _known_definiteness(problem.criterion) or _measured_examples(*context.tensors(SPECTRUM))
     versions = problem.versions
     return Curvature(
         name, problem.criterion.name, layers, definiteness, versions=versions, live=True, structure="block"
@@ -150,7 +152,7 @@ def _exact_operator(context: Context, name: str, coupled: bool) -> Curvature:
         name,
         problem.criterion.name,
         operator.layers(),
-        _known(problem.criterion) or _measured_examples(*context.tensors(SPECTRUM)),
+        _known_definiteness(problem.criterion) or _measured_examples(*context.tensors(SPECTRUM)),
         full_product=operator.whole_product(at_once) if coupled else None,
         versions=problem.versions,
         live=True,
@@ -159,7 +161,7 @@ def _exact_operator(context: Context, name: str, coupled: bool) -> Curvature:
     )
 
 
-def _known(criterion: Criterion) -> Definiteness | None:
+def _known_definiteness(criterion: Criterion) -> Definiteness | None:
     return Definiteness(True, f"criterion `{criterion.name}` is convex") if criterion.convex else None
 
 

@@ -22,7 +22,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import add
 from typing import ClassVar, Literal
 
 import torch
@@ -164,10 +165,8 @@ class ChainHessian:
         """E[(h_i h_iᵀ) ⊗ H_i^t] as an operator, with closed forms for its diagonal, trace and norm."""
         return _Weight(self, self.positions[index], self.layers[index].weight).block()
 
-    def bias_block(self, index: int) -> Block:
+    def bias_block(self, index: int, bias: Tensor) -> Block:
         """E[H_i^t], a matrix that is made when it is first looked at."""
-        bias = self.layers[index].bias
-        assert bias is not None
         return _MeanHessian(self, self.positions[index], bias.detach())
 
     def matrices(self, position: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -256,15 +255,13 @@ class _Weight:
     like: Tensor
 
     def product(self, x: Tensor) -> Tensor:
-        result: Tensor | None = None
+        return reduce(add, self._products(x))  # not in place: under vmap x is a batch
+
+    def _products(self, x: Tensor) -> Iterator[Tensor]:
         for recording, weights in self.hessian.batches():
             h = recording.inputs[self.position]
             curved = hessian_products(recording, self.position, h @ x.T)
-            # Not in place: under vmap x is a batch.
-            product = (curved * weights[:, None]).T @ h
-            result = product if result is None else result + product
-        assert result is not None
-        return result
+            yield (curved * weights[:, None]).T @ h
 
     def diagonal(self) -> Tensor:
         result = torch.zeros_like(self.like)
@@ -411,7 +408,7 @@ class Hessian(Provider):
             operator = ModelOperator(problem, "hessian")
             layers, definiteness = operator.layers(), UNKNOWN
         else:
-            operator, known = ChainHessian(problem), self._known(problem, problem.chain)
+            operator, known = ChainHessian(problem), self._known_definiteness(problem, problem.chain)
             if self.coupled:
                 layers, definiteness = _operator_layers(operator), known or UNKNOWN
             else:
@@ -453,7 +450,7 @@ class Hessian(Provider):
             structure="block",
         )
 
-    def _known(self, problem: Problem, chain: Chain) -> Definiteness | None:
+    def _known_definiteness(self, problem: Problem, chain: Chain) -> Definiteness | None:
         """Without σ'', and with a convex criterion, each diagonal block is Gauss-Newton's."""
         straight = all(activation.piecewise_linear for activation in chain.activations)
         if problem.criterion.convex and straight and (not self.coupled or len(chain.layers) == 1):
@@ -465,7 +462,8 @@ def _operator_layers(operator: ChainHessian) -> tuple[LayerCurvature, ...]:
     layers = []
     for index, layer in enumerate(operator.layers):
         weight = None if layer.weight_name is None else operator.weight_block(index)
-        bias = None if layer.bias_name is None else operator.bias_block(index)
+        given = None if layer.bias_name is None else layer.bias
+        bias = None if given is None else operator.bias_block(index, given)
         names = (layer.name, layer.weight_name, layer.bias_name)
         layers.append(layer_from_parts(*names, None, weight_operator=weight, bias_operator=bias))
     return tuple(layers)
@@ -485,5 +483,5 @@ def _looked_at(means: Sequence[Tensor]) -> Definiteness:
     small = [mean for mean in means if len(mean) <= LOOK_AT_UP_TO and device.readable(mean)]
     if not small:
         return UNKNOWN
-    smallest = min(float(eigvalsh(mean)[0]) for mean in small)
+    smallest = float(torch.stack([eigvalsh(mean)[0] for mean in small]).amin())
     return Definiteness(False, f"a Hessian; smallest eigenvalue of the smaller bias blocks {smallest:.2g}")

@@ -67,18 +67,23 @@ class HessianRows(CurvatureProducts):
         else:
             assert isinstance(recording, GraphRecording)
             nodes = [_GraphNode(one) for one in recording.own_curvatures()]
-        groups = self._columns(recording, nodes) if self.samples is None else self._draws(recording, nodes)
+        groups = (
+            self._columns(recording, nodes)
+            if self.samples is None
+            else self._draws(recording, nodes, self.samples)
+        )
         return tuple(
             factor
             for negative, starts in enumerate(groups)
             for factor in self._factors(recording, nodes, starts, bool(negative))
         )
 
-    def _draws(self, recording: Recording, nodes: Sequence[_Node]) -> tuple[list[_Start], list[_Start]]:
-        assert self.samples is not None
-        within, weight, keys = recording.terms.within.sqrt(), 1 / self.samples, recording.example_keys
+    def _draws(
+        self, recording: Recording, nodes: Sequence[_Node], samples: int
+    ) -> tuple[list[_Start], list[_Start]]:
+        within, weight, keys = recording.terms.within.sqrt(), 1 / samples, recording.example_keys
         groups: tuple[list[_Start], list[_Start]] = ([], [])
-        for draw in range(self.samples):
+        for draw in range(samples):
             plus, minus = self._draw(recording, draw)
             for sign, logits in enumerate((plus, torch.zeros_like(plus) if minus is None else minus)):
                 signs = {
@@ -99,9 +104,9 @@ class HessianRows(CurvatureProducts):
         groups: tuple[list[_Start], list[_Start]] = ([], [])
         both = recording.criterion.hessian_factors(recording.logits, recording.targets)
         for group, stack in zip(groups, both, strict=True):
-            for within in passes_of(terms.within.sqrt(), terms.per_example) if stack is not None else ():
-                assert stack is not None
-                group.extend(_Start(column, within, {}, 1.0) for column in stack)
+            columns = () if stack is None else tuple(stack)
+            for within in passes_of(terms.within.sqrt(), terms.per_example) if columns else ():
+                group.extend(_Start(column, within, {}, 1.0) for column in columns)
             for number, node in enumerate(nodes):
                 for column in _units(examples, node.columns, silent):
                     group.append(_Start(silent, terms.within, {number: column}, 1.0))
@@ -145,10 +150,12 @@ class _ChainNode:
     def columns(self) -> int:
         return 0 if self.term is None else self.term.shape[1]
 
-    def rows(self, coordinates: Tensor, negative: bool) -> Tensor:
-        """N ε, (m, n)."""
-        assert self.term is not None
-        return (-self.term if negative else self.term).clamp(min=0).sqrt() * coordinates
+    def rows(self, coordinates: Sequence[Tensor | None], negative: bool) -> Tensor | None:
+        """N ε of several ε, (r, m, n), 0 for those that are None; None without a term."""
+        if self.term is None:
+            return None
+        root = (-self.term if negative else self.term).clamp(min=0).sqrt()
+        return torch.stack([torch.zeros_like(root) if one is None else root * one for one in coordinates])
 
 
 class _GraphNode:
@@ -163,8 +170,7 @@ class _GraphNode:
 
     def times(self, coordinates: Tensor, negative: bool) -> list[tuple[NodeInput, Tensor]]:
         """N ε at each of its inputs."""
-        assert self.curvature is not None
-        return self.curvature.times(coordinates, negative)
+        return [] if self.curvature is None else self.curvature.times(coordinates, negative)
 
 
 _Node = _ChainNode | _GraphNode
@@ -183,11 +189,9 @@ def _chain_rows(
 ) -> tuple[GramFactor, ...]:
     """The rows v of all passes through a chain, r·m for each layer."""
     at_nodes: list[Tensor | None] = []
-    for number, (node, slope) in enumerate(zip(nodes, recording.activation_slopes, strict=True)):
+    for number, node in enumerate(nodes):
         assert isinstance(node, _ChainNode)
-        given = [start.coordinates.get(number) for start in starts]
-        rows = [torch.zeros_like(slope) if one is None else node.rows(one, negative) for one in given]
-        at_nodes.append(None if node.term is None else torch.stack(rows))
+        at_nodes.append(node.rows([start.coordinates.get(number) for start in starts], negative))
     logits = torch.stack([start.logits for start in starts])
     root = (recording.sqrt_row_weights * starts[0].weight ** 0.5).repeat(len(starts))
     return tuple(GramFactor(rows.flatten(0, 1), root) for rows in recording.pullback(logits, at_nodes))

@@ -92,7 +92,7 @@ def products_at_once(problem: Problem) -> int:
     return min(MOST_AT_ONCE, max(1, ENTRIES_AT_ONCE // max(entries, 1)))
 
 
-def _joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def _concatenate(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
@@ -183,7 +183,7 @@ class ModelOperator:
             # What torch cannot batch is done by the loop below, which also raises errors of any other reason.
             with suppress(RuntimeError):
                 starts = range(0, count, at_once)
-                return _joined([batched(part(start, start + at_once)) for start in starts])
+                return _concatenate([batched(part(start, start + at_once)) for start in starts])
         ones = [self._of_batch(batch, {name: v[i] for name, v in vectors.items()}) for i in range(count)]
         return {name: torch.stack([one[name] for one in ones]) for name in ones[0]}
 

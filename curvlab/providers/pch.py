@@ -29,12 +29,13 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from curvlab.curvature import Curvature, Definiteness
 from curvlab.exceptions import SpecError
 from curvlab.linalg import DenseFactor, Factor, congruence, poseig, poseig_diagonal, poseig_difference
-from curvlab.linalg.pending import askable
+from curvlab.linalg.execution import askable
 from curvlab.model.layers import Chain
 from curvlab.problem import Problem
 from curvlab.providers.base import INPUTS, ChainOrRows, Context, Provider, factor_layers, kronecker_layers
@@ -155,7 +156,7 @@ class PCH(ChainOrRows):
             problem.criterion.name,
             layers,
             Definiteness(True, "by PosEig"),
-            notes=(*self._propagation_notes(context), *self.row_notes(problem), *notes),
+            notes=(*self._propagation_notes(context, products), *self.row_notes(problem), *notes),
             structure=self.structure,
         )
 
@@ -193,7 +194,7 @@ class PCH(ChainOrRows):
             problem.criterion.name,
             operator.layers(),
             Definiteness(True, "by PosEig"),
-            notes=("kind=exact, poseig=node", *self._node_notes(context)),
+            notes=("kind=exact, poseig=node", *self._node_notes(problem, _all_zero(means))),
             full_product=operator.full_product,
             versions=problem.versions,
             live=True,
@@ -201,17 +202,15 @@ class PCH(ChainOrRows):
             products_at_once=products_at_once(problem),
         )
 
-    def _propagation_notes(self, context: Context) -> Iterator[str]:
+    def _propagation_notes(self, context: Context, products: PropagatedCurvature) -> Iterator[str]:
         yield f"kind=rows, poseig={'node' if self.poseig == 'node' else 'last'}"
         if self.samples != "all":
             yield f"of {self.samples} draw{'s' if self.samples > 1 else ''} of random signs per example"
-        yield from self._node_notes(context)
+        yield from self._node_notes(context.problem, not any(map(any, products.present)))
 
-    def _node_notes(self, context: Context) -> Iterator[str]:
-        """What is to be said of the network's non-linear nodes."""
-        problem, nodes = context.problem, context.tensors(NODE_CURVATURES)
-        seen = all(askable(node) for node in nodes)
-        if seen and problem.criterion.convex and not any(bool(node.any()) for node in nodes):
+    def _node_notes(self, problem: Problem, straight: bool) -> Iterator[str]:
+        """What is to be said of the network's non-linear nodes, `straight` where all M̄ are zero."""
+        if straight and problem.criterion.convex:
             yield "equals Gauss-Newton here: every activation is piecewise linear"
         if problem.reading.left_out:
             functions = ", ".join(f"`{function}`" for function in problem.reading.left_out)
@@ -269,3 +268,10 @@ def recurse(
         blocks.append(block)
     layers = chain.layers[lowest:]
     return [DenseFactor(b) for layer, b in zip(layers, reversed(blocks), strict=True) if layer.selected]
+
+
+def _all_zero(nodes: Sequence[Tensor]) -> bool:
+    """Whether no node has a curvature of its own, where that can be asked: one read for all."""
+    if not all(askable(node) for node in nodes):
+        return False
+    return not nodes or not bool(torch.stack([node.any() for node in nodes]).any())

@@ -24,10 +24,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from curvlab.criteria import Criterion
 from curvlab.exceptions import ProblemError
 from curvlab.linalg import GramFactor
+from curvlab.linalg.execution import askable
 from curvlab.model.nodes import Cotangent, CurvatureRoot, NodeInput
 from curvlab.model.recording import ChainRecording, GraphRecording, Recording
 from curvlab.providers.draws import draw_signs
@@ -44,6 +46,8 @@ from curvlab.providers.statistics import (
 __all__ = ["NODE_CURVATURES", "NodeCurvatures", "PropagatedCurvature"]
 
 NODES = 1 << 20  # streams of signs apart from those of the logits
+# What was read of means, by the first of them: the statistic and the curvature made of it ask the same.
+_PRESENT: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -112,11 +116,23 @@ class PropagatedCurvature(CurvatureProducts):
         assert self.gammas is not None
         return tuple(CurvatureRoot.positive(mean, self.gammas[0]) for mean in self.means)
 
+    @cached_property
+    def present(self) -> tuple[tuple[bool, bool], ...]:
+        """Whether N⁺ and N⁻ of each node have an entry: one read for all; all have where none may be."""
+        if not self.means or not askable(self.means[0]):
+            return ((True, True),) * len(self.means)
+        key = self.means[0]
+        if key not in _PRESENT:
+            found = [(root.values > 0).any() for pair in self._roots for root in pair]
+            flags = torch.stack(found).tolist()
+            _PRESENT[key] = tuple(zip(flags[::2], flags[1::2], strict=True))
+        return _PRESENT[key]
+
     def signed(self, criterion: Criterion) -> bool:
         """Whether there are sides of v⁻; the same on all batches and ranks."""
         if self.gammas is not None:
             return False
-        return not criterion.convex or any(not minus.zero for _, minus in self._roots)
+        return not criterion.convex or any(minus for _, minus in self.present)
 
     def of(self, recording: Recording) -> Values:
         found = self.collect(recording, SideCollector(self.sides))
@@ -155,8 +171,13 @@ class PropagatedCurvature(CurvatureProducts):
         """N ε for every node, of one sign; or of both, N⁻ scaled by √|γ|: they share no direction."""
         found: dict[int, Callable[[], Tensor]] = {}
         for number, (roots, counts) in enumerate(zip(self._roots, _counts(recording), strict=True)):
-            root = self._positive_roots[number] if sign is None else roots[sign]
-            if root.zero:
+            plus, minus = self.present[number]
+            if sign is None:
+                assert self.gammas is not None
+                root, there = self._positive_roots[number], plus or (minus and self.gammas[0] != 0)
+            else:
+                root, there = roots[sign], self.present[number][sign]
+            if not there:
                 continue
             stream = NODES * (number + 1) + 2 * draw + (sign or 0)
             found[number] = partial(self._draw_node, recording, root, counts, stream)

@@ -32,7 +32,7 @@ from curvlab.model.layers import Layer, MatrixRole, view_of_use
 from curvlab.model.nodes import Cotangent, NodeInput
 from curvlab.model.recording import GraphRecording
 from curvlab.model.uses import EmbeddingUse, WeightUse
-from curvlab.model.watch import SeenUse
+from curvlab.model.watch import SeenUse, SeenWeight
 from curvlab.providers.draws import draw_positions
 from curvlab.staleness import Stamp
 
@@ -276,11 +276,11 @@ class _InputSide:
         check_not_overwritten((use.inputs for use in self.uses), self.stamps)
         with torch.no_grad():
             if self.sides.sharing == "reduce":
-                return self._reduced()
+                return self._reduce_factors()
             drawn = self.sides.sampled(self.positions)
-            return self._expanded() if drawn is None else self._sampled(drawn)
+            return self._expand_factors() if drawn is None else self._sample_factors(drawn)
 
-    def _expanded(self) -> Sequence[Factor]:
+    def _expand_factors(self) -> Sequence[Factor]:
         rows, limit = self.recording.examples * self.positions, self.sides.max_factor
         pairs = list(zip(self.uses, self.weights, strict=True))
         if self.size > limit and rows > limit:
@@ -293,7 +293,7 @@ class _InputSide:
         moments = [use.input_second_moment(w) for use, w in pairs]
         return [DenseFactor(matrix) for matrix in _total(moments).unbind()]
 
-    def _reduced(self) -> Sequence[Factor]:
+    def _reduce_factors(self) -> Sequence[Factor]:
         share = self.recording.row_weights
         # The weights of mean_p without those of the examples, so that an example of weight 0 is no 0/0.
         inner = [w / torch.where(share > 0, share, 1)[:, None] for w in self.weights]
@@ -301,8 +301,12 @@ class _InputSide:
         whole = torch.stack(means).sum(0)
         return [GramFactor(part, self.recording.sqrt_row_weights) for part in whole.unbind(1)]
 
-    def _sampled(self, drawn: int) -> Sequence[Factor]:
+    def _sample_factors(self, drawn: int) -> Sequence[Factor]:
         index = draw_positions(self.recording, self.sides.seed, self.place, self.positions, drawn)
+        if len(self.uses) == 1:
+            (use,), (w,) = self.uses, self.weights
+            root = (w.take_along_dim(index, 1) * (self.positions / drawn)).sqrt().flatten()
+            return [GramFactor(part, root) for part in use.sampled_rows(index).flatten(0, 1).unbind(1)]
         rows, weights, first = [], [], 0
         for use, w in zip(self.uses, self.weights, strict=True):
             inside, here = _inside(index, first, use.positions)
@@ -376,11 +380,11 @@ class OutputSums:
         root = recording.sqrt_row_weights * weight**0.5
         sums: dict[tuple[Layer, int], Tensor] = {}
 
-        def hear(layer: Layer, seen: SeenUse, gradient: Tensor) -> None:
+        def hear(layer: Layer, seen: SeenWeight, gradient: Tensor) -> None:
             if layer.kind == "linear":
                 self.sums[layer][0].add(gradient[:, None], root)
                 return
-            self._add_rows(layer, self._placed[seen], gradient, root, sums)
+            self._add_rows(layer, self._placed[seen.seen], gradient, root, sums)
 
         plain = recording.backward(cotangent, hear, at_nodes)
         for layer in recording.layout:
@@ -413,8 +417,11 @@ class OutputSums:
             index = draw_positions(
                 self.recording, self.sides.seed, self.recording.layout.index(layer), placed.total, drawn
             )
-            inside, here = _inside(index, placed.first, rows.shape[1])
-            rows = rows.take_along_dim(inside[..., None, None], 1) * here[..., None, None]
+            if placed.total == rows.shape[1]:  # of one use, which has all positions
+                rows = rows.take_along_dim(index[..., None, None], 1)
+            else:
+                inside, here = _inside(index, placed.first, rows.shape[1])
+                rows = rows.take_along_dim(inside[..., None, None], 1) * here[..., None, None]
             root = root * (placed.total / drawn) ** 0.5
         place = self._base(layer, number) + placed.part // role.groups
         self.sums[layer][place].add_by_example(rows, root)
@@ -457,10 +464,8 @@ class DiagonalSums:
         recording, share = self.recording, self.recording.row_weights * weight
         held: dict[str, Tensor] = {}
 
-        def hear(layer: Layer, seen: SeenUse, gradient: Tensor) -> None:
+        def hear(layer: Layer, seen: SeenWeight, gradient: Tensor) -> None:
             use, view = seen.use, seen.view
-            assert isinstance(use, WeightUse)
-            assert view is not None
             if layer.bias_name is not None:
                 sums = use.output_rows(gradient).sum(1).flatten(1)
                 self._hold(held, layer.bias_name, view.rows, sums)

@@ -422,7 +422,7 @@ class CurvatureProducts(OutputProducts):
             weight, share_passes = 1.0, False
         else:
             drawn = [self._draw(recording, draw) for draw in range(self.samples)]
-            both = tuple(_stacked(one) for one in zip(*drawn, strict=True))
+            both = tuple(_stack_drawn(one) for one in zip(*drawn, strict=True))
             weight, share_passes = 1 / self.samples, True
         return [
             Cotangents(stack, within, weight, share_passes, negative)
@@ -439,7 +439,7 @@ class CurvatureProducts(OutputProducts):
         return recording.criterion.draw_hessian(logits, recording.targets, plus, minus)
 
 
-def _stacked(drawn: tuple[Tensor | None, ...]) -> Tensor | None:
+def _stack_drawn(drawn: tuple[Tensor | None, ...]) -> Tensor | None:
     found = [one for one in drawn if one is not None]
     return torch.stack(found) if found else None
 
@@ -490,41 +490,31 @@ ROW_BYTES = 2 * 1024**3
 class TensorMean:
     """The mean of a tensor.
 
-    >>> mean = TensorMean()
-    >>> mean.add(torch.tensor(1.0), torch.tensor(3.0))
+    >>> mean = TensorMean(torch.tensor(1.0), torch.tensor(3.0))
     >>> mean.add(torch.tensor(5.0), torch.tensor(1.0))
     >>> mean.value()
     tensor(2.)
     """
 
-    first: Tensor | None = None
-    total: Tensor | None = None
-    weight: Tensor | None = None
+    held: Tensor
+    weight: Tensor
+    single: bool = field(default=True, init=False)
 
     def add(self, value: Tensor, weight: Tensor) -> None:
-        """Count `value` with `weight`."""
-        if self.weight is None:
-            self.first, self.weight = value, weight
-            return
-        held = self.total if self.first is None else self.first
-        if held is not None and held.shape != value.shape:
+        """Count `value` with `weight`, beside those before."""
+        if self.held.shape != value.shape:
             raise ProblemError(
-                f"the batches give means of different shapes, {tuple(held.shape)} and {tuple(value.shape)}: "
-                f"use batches of one size"
+                f"the batches give means of different shapes, {tuple(self.held.shape)} and "
+                f"{tuple(value.shape)}: use batches of one size"
             )
-        if self.first is not None:
-            self.total, self.first = self.first * self.weight, None
-        assert self.total is not None
-        self.total.add_(value * weight)
+        if self.single:
+            self.held, self.single = self.held * self.weight, False
+        self.held.add_(value * weight)
         self.weight = self.weight + weight
 
     def value(self) -> Tensor:
         """The mean so far: of a single value, that value itself."""
-        if self.first is not None:
-            return self.first
-        assert self.total is not None
-        assert self.weight is not None
-        return self.total / self.weight
+        return self.held if self.single else self.held / self.weight
 
 
 @dataclass
@@ -534,75 +524,72 @@ class FactorMean:
     Once there are as many rows as columns the dense form is summed; where both exceed `limit`, the diagonal.
     """
 
+    single: Factor | None
+    weight: Tensor
     limit: int = MAX_FACTOR
-    single: Factor | None = None
     stamp: Stamp | None = None
     rows: list[tuple[Tensor, Tensor, Stamp]] = field(default_factory=list)
     total: Tensor | None = None
-    weight: Tensor | None = None
 
-    def add(self, value: Factor, weight: Tensor, stamp: Stamp | None = None) -> None:
-        """Count `value` with `weight`; `stamp` is that of its rows when they were first seen."""
-        stamp = stamp or _row_stamp(value)
-        first = self.weight is None
-        if not first and self.single is not None:
-            assert self.weight is not None
+    def __post_init__(self) -> None:
+        """`stamp` is that of the rows when they were first seen."""
+        self.stamp = self.stamp or _row_stamp(self.single)
+
+    def add(self, value: Factor, weight: Tensor) -> None:
+        """Count `value` with `weight`, beside those before."""
+        if self.single is not None:
             self._count(self.single, self.weight, self.stamp)
-        self.weight = weight if self.weight is None else self.weight + weight
-        self.single, self.stamp = (value, stamp) if first else (None, None)
-        if not first:
-            self._count(value, weight, stamp)
+            self.single = None
+        self.weight = self.weight + weight
+        self._count(value, weight, None)
 
     def value(self) -> Factor:
         """The mean so far; that of a single batch is the batch's own factor."""
-        assert self.weight is not None
         if self.single is not None:
             return self.single
         if self.total is not None:
             mean = self.total / self.weight
             return DiagonalFactor(mean) if mean.ndim == 1 else DenseFactor(mean)
-        rows, roots = zip(*self._unchanged(), strict=True)
+        rows, roots = zip(*self._check_rows(), strict=True)
         return GramFactor(torch.cat(rows), torch.cat(roots) / self.weight.sqrt())
 
     def _count(self, value: Factor, weight: Tensor, stamp: Stamp | None) -> None:
         size = value.size
         if isinstance(value, ExampleFactor):
-            value = value.formed()
-            stamp = _row_stamp(value)
+            value, stamp = value.formed(), None
         if isinstance(value, GramFactor) and self.total is None:
-            assert stamp is not None
-            self.rows.append((value.rows, value.root * weight.sqrt(), stamp))
-            held = self._held()
+            self.rows.append((value.rows, value.root * weight.sqrt(), stamp or Stamp.of(value.rows)))
+            held = self._row_count()
             if held >= min(size, max(self.limit, 1)) and (held >= size or held > self.limit):
                 self._sum_rows(size)
-            _check_bytes(self._held(), value.rows)
+            _check_bytes(self._row_count(), value.rows)
             return
-        self._sum_rows(size, diagonal=isinstance(value, DiagonalFactor))
-        assert self.total is not None
-        counted = value.diagonal() if self.total.ndim == 1 else value.to_dense()
-        self.total.add_(counted * weight)
+        total = self._sum_rows(size, diagonal=isinstance(value, DiagonalFactor))
+        counted = value.diagonal() if total.ndim == 1 else value.to_dense()
+        total.add_(counted * weight)
 
-    def _held(self) -> int:
+    def _row_count(self) -> int:
         return sum(len(rows) for rows, _, _ in self.rows)
 
-    def _sum_rows(self, size: int, *, diagonal: bool = False) -> None:
+    def _sum_rows(self, size: int, *, diagonal: bool = False) -> Tensor:
         """Turn what is held into a sum, dense or (from here on) diagonal."""
         example = self.rows[0][0] if self.rows else self.weight
-        assert example is not None
-        diagonal = diagonal or (size > self.limit and self._held() > self.limit)
-        if self.total is None:
-            self.total = example.new_zeros(size) if diagonal else example.new_zeros(size, size)
-        elif diagonal and self.total.ndim == 2:
-            self.total = self.total.diagonal().clone()
-        for rows, root in self._unchanged():
+        diagonal = diagonal or (size > self.limit and self._row_count() > self.limit)
+        total = self.total
+        if total is None:
+            total = example.new_zeros(size) if diagonal else example.new_zeros(size, size)
+        elif diagonal and total.ndim == 2:
+            total = total.diagonal().clone()
+        for rows, root in self._check_rows():
             scaled = rows * root[:, None]
-            if self.total.ndim == 1:
-                self.total.add_(scaled.square().sum(0))
+            if total.ndim == 1:
+                total.add_(scaled.square().sum(0))
             else:
-                self.total.addmm_(scaled.T, scaled)
-        self.rows = []
+                total.addmm_(scaled.T, scaled)
+        self.total, self.rows = total, []
+        return total
 
-    def _unchanged(self) -> list[tuple[Tensor, Tensor]]:
+    def _check_rows(self) -> list[tuple[Tensor, Tensor]]:
         check_not_overwritten((rows for rows, _, _ in self.rows), (stamp for _, _, stamp in self.rows))
         return [(rows, root) for rows, root, _ in self.rows]
 
@@ -624,41 +611,40 @@ def _check_bytes(held: int, rows: Tensor) -> None:
 
 @dataclass
 class InputMean:
-    """The means E[hhᵀ] and E[h] of a layer's inputs."""
+    """The means E[hhᵀ] and E[h] of a layer's inputs; those of a single batch are not even looked at."""
 
-    full: FactorMean
-    mean: TensorMean = field(default_factory=TensorMean)
-    single: InputFactors | None = None
+    held: InputFactors | tuple[FactorMean, TensorMean]
+    weight: Tensor
+    limit: int = MAX_FACTOR
+
+    def __post_init__(self) -> None:
+        self._stamp = _row_stamp(self.held.source) if isinstance(self.held, InputFactors) else None
 
     def add(self, value: InputFactors, weight: Tensor) -> None:
-        """Count a batch's inputs with `weight`; those of a single batch are not even looked at."""
-        if self.full.weight is None and self.single is None:
-            self.single, self._weight, self._stamp = value, weight, _row_stamp(value.source)
-            return
-        if self.single is not None:
-            before, self.single = self.single, None
-            self._count(before, self._weight, self._stamp)
-        self._count(value, weight)
-
-    def _count(self, value: InputFactors, weight: Tensor, stamp: Stamp | None = None) -> None:
-        self.mean.add(value.mean, weight)
-        self.full.add(value.full, weight, stamp)
+        """Count a batch's inputs with `weight`, beside those before."""
+        if isinstance(self.held, InputFactors):
+            mean = TensorMean(self.held.mean, self.weight)
+            self.held = FactorMean(self.held.full, self.weight, self.limit, self._stamp), mean
+        full, mean = self.held
+        mean.add(value.mean, weight)
+        full.add(value.full, weight)
 
     def value(self) -> InputFactors:
         """The input factors so far."""
-        if self.single is not None:
-            return self.single
-        return InputFactors(self.full.value(), self.mean.value())
+        if isinstance(self.held, InputFactors):
+            return self.held
+        full, mean = self.held
+        return InputFactors(full.value(), mean.value())
 
 
 Mean = TensorMean | FactorMean | InputMean
 
 
-def mean_of(value: Tensor | Factor | InputFactors, limit: int = MAX_FACTOR) -> Mean:
-    """An empty mean of the kind that `value` needs."""
+def mean_of(value: Tensor | Factor | InputFactors, weight: Tensor, limit: int = MAX_FACTOR) -> Mean:
+    """The mean of one `value`, of the kind that it needs: more are added."""
     if isinstance(value, InputFactors):
-        return InputMean(FactorMean(limit))
-    return FactorMean(limit) if isinstance(value, Factor) else TensorMean()
+        return InputMean(value, weight, limit)
+    return FactorMean(value, weight, limit) if isinstance(value, Factor) else TensorMean(value, weight)
 
 
 class Means:
@@ -670,13 +656,17 @@ class Means:
 
     def add(self, recording: Recording) -> None:
         """Count a batch with its weight."""
+        weight = recording.total_weight
         for statistic in self.statistics:
             values = statistic.of(recording)
             limit = getattr(statistic, "sides", None)
             most = MAX_FACTOR if limit is None else maxsize if limit.keeps_examples else limit.max_factor
-            held = self._held.setdefault(statistic, [mean_of(value, most) for value in values])
+            held = self._held.get(statistic)
+            if held is None:
+                self._held[statistic] = [mean_of(value, weight, most) for value in values]
+                continue
             for mean, value in zip(held, values, strict=True):
-                mean.add(value, recording.total_weight)  # type: ignore[arg-type]
+                mean.add(value, weight)  # type: ignore[arg-type]
 
     def values(self) -> dict[Statistic, Values]:
         """The means so far."""

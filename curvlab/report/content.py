@@ -332,7 +332,8 @@ def _spectrum_words(spectra: pd.DataFrame) -> str:
     for provider, own in spectra.groupby("provider", sort=False):
         largest, middle = float(own["largest"].max()), float(own["median"].median())
         named.append(f"{provider} {digits(largest)} and {digits(middle)}")
-    return f"The largest eigenvalue of a layer's curvature, and the median one: {'; '.join(named)}."
+    draws = "" if spectra.equals(_first_draw(spectra)) else ", over all batches"
+    return f"The largest eigenvalue of a layer's curvature, and the median one{draws}: {'; '.join(named)}."
 
 
 def _ruled_words(spectra: pd.DataFrame, alpha: float) -> str:

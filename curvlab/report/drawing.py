@@ -45,6 +45,7 @@ __all__ = [
     "Theme",
     "dress",
     "empty",
+    "figure_of",
     "get_axes",
     "handles",
     "legend",
@@ -170,6 +171,7 @@ def _places(names: Iterable[str], known: Mapping[str, int]) -> dict[str, int]:
 
 FONT = 9.0
 WIDTH = 6.2  # inches of a figure that stands by itself: whole, and legible, on a phone too
+SMALL = 4.6  # of one whose text can be read on a phone, where 5 inches have its width
 LONGEST = 34
 LONGEST_PAIR = 42
 
@@ -181,6 +183,14 @@ def get_axes(ax: Axes | None, width: float, height: float) -> Axes:
     return Figure(figsize=(width, height), layout="constrained").add_subplot()
 
 
+def figure_of(ax: Axes) -> Figure:
+    """The whole figure that axes are drawn on."""
+    figure = ax.get_figure(root=True)
+    if figure is None:
+        raise ValueError("these axes were taken off their figure: draw on those of `get_axes`")
+    return figure
+
+
 def look_of(look: Look | None, *frames: pd.DataFrame) -> Look:
     """The look given, or that of the frames alone."""
     return Look.of_frames(*frames) if look is None else look
@@ -190,8 +200,8 @@ def dress(ax: Axes, look: Look, *, grid: str = "both") -> Axes:
     """Put on the theme: paper, ink, a light grid on the axes named and two spines."""
     theme = look.theme
     ax.set_facecolor(theme.paper)
-    figure = ax.get_figure(root=True)
-    if figure is not None and len(figure.axes) == 1:
+    figure = figure_of(ax)
+    if len(figure.axes) == 1:
         figure.set_facecolor(theme.paper)
     for side, spine in ax.spines.items():
         spine.set_visible(side in ("left", "bottom"))
@@ -265,8 +275,7 @@ def legend(ax: Axes, look: Look, entries: Sequence[Artist], *, columns: int) -> 
 
     Axes that are alone on their figure keep their height: the figure grows by the rows that long names cost.
     """
-    figure = ax.get_figure(root=True)
-    assert figure is not None
+    figure = figure_of(ax)
     height, grid = figure.get_figheight(), ax.get_subplotspec()
     panels = 1 if grid is None else grid.get_gridspec().ncols
     fitting = _columns_that_fit(entries, columns, 72 * figure.get_figwidth() / panels - BESIDE_LEGEND)
@@ -366,7 +375,7 @@ def svg(ax: Axes, name: str, description: str) -> Markup:
     root.attrib = {
         "role": "img",
         "aria-label": description,
-        "style": f"--inches: {ax.get_figure(root=True).get_figwidth():.2f}",  # type: ignore[union-attr]
+        "style": f"--inches: {figure_of(ax).get_figwidth():.2f}",
         **root.attrib,
     }
     for element in root.iter():
@@ -468,6 +477,4 @@ def png(ax: Axes, dots_per_inch: int = 150) -> bytes:
 
 
 def _save(ax: Axes, buffer: io.IOBase, **options: object) -> None:
-    figure = ax.get_figure(root=True)
-    assert figure is not None
-    figure.savefig(buffer, **options)  # type: ignore[arg-type]
+    figure_of(ax).savefig(buffer, **options)  # type: ignore[arg-type]

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 from curvlab.files import set_file_aside, write_text_atomic
 from curvlab.report.content import Answer, Content, Drawing, Section
-from curvlab.report.drawing import Look, dress, get_axes, log_axis
+from curvlab.report.drawing import SMALL, Look, dress, get_axes, log_axis
 from curvlab.report.numbers import digits
 from curvlab.report.pages import write_pages
 from curvlab.report.tables import frame_table, mapping_table
@@ -17,6 +18,7 @@ from curvlab.studies.store import run_lock
 
 __all__ = ["spectrum_content", "write_spectrum"]
 
+LONGEST_LAYER = 22
 FACTS = ("arch", "model", "data", "criterion", "batch", "provider", "checkpoint", "dtype")
 
 
@@ -41,7 +43,7 @@ def _differs(path: Path, text: str) -> bool:
         return path.read_bytes() != text.encode()
     except FileNotFoundError:
         return False
-    except OSError:  # a folder, or what may not be read: setting it aside will say so
+    except OSError:  # a folder, or what may not be read: setting it aside raises the error
         return True
 
 
@@ -63,12 +65,19 @@ def _answer(study: SpectrumStudy) -> Answer:
     error = study.trace.standard_error
     sharpest = max(study.layers, key=lambda name: float(study.layers[name].eigenvalues[0]))
     exact = "exact" if study.trace.probes == 0 else f"± {error:.2g}"
+    found = study.density
+    negative = f"{found.negative_mass:.1%}"
+    if found.probes:
+        negative += f" (± {found.negative_mass_error:.1%})"
+        below = f"lie below {digits(found.negative_from, 2)}, nearer to zero the density tells no sign"
+    else:
+        below = "are negative"
     return Answer(
         f"The largest eigenvalue is {digits(top, 4)}; {outliers} stand apart from the others",
         (
             f"The trace is {digits(float(study.trace), 4)} ({exact}) over {study.parameters:,} parameters. "
-            f"{study.density.negative_mass:.1%} of the eigenvalues are negative, the smallest is "
-            f"{digits(study.smallest, 4)}. The sharpest layer is `{sharpest}`.",
+            f"{negative} of the eigenvalues {below}; the smallest is {digits(study.smallest, 4)}. "
+            f"The sharpest layer is `{sharpest}`.",
         ),
     )
 
@@ -77,7 +86,7 @@ def _density(study: SpectrumStudy) -> Section:
     how = "exact, from its factors" if study.density.probes == 0 else f"{study.density.probes} probes"
 
     def draw(look: Look) -> Axes:
-        axes, found = get_axes(None, 7.2, 3.4), study.density
+        axes, found = get_axes(None, SMALL, 3.2), study.density
         colour = look.theme.series[0]
         floor = 0.5 / study.parameters / max(found.ends[1] - found.ends[0], 1e-300)
         grid, (low, high) = found.grid.tolist(), found.band.clamp(min=floor).tolist()
@@ -97,10 +106,11 @@ def _density(study: SpectrumStudy) -> Section:
 
 def _eigenvalues(study: SpectrumStudy) -> Section:
     def draw(look: Look) -> Axes:
-        axes = get_axes(None, 7.2, 3.0)
+        axes = get_axes(None, SMALL, 3.0)
         values = study.top.eigenvalues.tolist()
         axes.plot(range(1, len(values) + 1), values, "o", color=look.theme.series[0], markersize=4)
         axes.set(xlabel="number", ylabel="eigenvalue")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         return dress(axes, look)
 
     return Section(
@@ -117,8 +127,9 @@ def _layers(study: SpectrumStudy) -> Section:
     frame = study.layers.frame()
 
     def draw(look: Look) -> Axes:
-        axes = get_axes(None, 7.2, 1.0 + 0.32 * len(frame))
-        axes.barh(frame["layer"], frame["eigenvalue"], color=look.theme.series[0])
+        axes = get_axes(None, SMALL, 1.0 + 0.32 * len(frame))
+        axes.barh(range(len(frame)), frame["eigenvalue"], color=look.theme.series[0])
+        axes.set_yticks(range(len(frame)), [_end_of(name) for name in frame["layer"].astype(str)])
         axes.invert_yaxis()
         axes.set(xlabel="largest eigenvalue of the layer's block")
         return dress(axes, look, grid="x")
@@ -130,6 +141,11 @@ def _layers(study: SpectrumStudy) -> Section:
         tables=(frame_table("Layers", frame),),
         links=(("data", "layers.csv"),),
     )
+
+
+def _end_of(name: str) -> str:
+    """The end of a layer's name, which tells it from others of the same module."""
+    return name if len(name) <= LONGEST_LAYER else f"…{name[1 - LONGEST_LAYER :]}"
 
 
 def _measures(study: SpectrumStudy) -> Section:

@@ -214,10 +214,10 @@ def _number(column: Column, value: float, spread: float, unit: Unit | None) -> E
 
 
 def frame_table(caption: str, frame: pd.DataFrame) -> Table:
-    """A frame as it is: numbers to five digits, names of columns in words.
+    """A frame as it is: numbers to five digits, whole ones whole, names of columns in words.
 
-    >>> frame_table("Ends", pd.DataFrame({"largest_value": [0.5]})).rows[0][0].text
-    '0.50000'
+    >>> [row[0].text for row in frame_table("Ends", pd.DataFrame({"largest_value": [0.5, 2778.0]})).rows]
+    ['0.50000', '2,778']
     """
     numeric = tuple(pd.api.types.is_numeric_dtype(frame[name]) for name in frame)
     rows = tuple(
@@ -228,7 +228,8 @@ def frame_table(caption: str, frame: pd.DataFrame) -> Table:
 
 def _plain_entry(value: object) -> Entry:
     if isinstance(value, int | float):
-        return Entry(f"{value:,}" if isinstance(value, int) else digits(value, 5), float(value))
+        whole = float(value).is_integer() and abs(value) < 1e15
+        return Entry(f"{int(value):,}" if whole else digits(value, 5), float(value))
     return Entry(str(value))
 
 

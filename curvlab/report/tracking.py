@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pandas as pd
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 from curvlab.report.content import Answer, Content, Drawing, Section
-from curvlab.report.drawing import WIDTH, Look, dress, get_axes
+from curvlab.report.drawing import SMALL, Look, dress, get_axes, legend, shorten
 from curvlab.report.numbers import digits
 from curvlab.report.pages import write_pages
 from curvlab.report.tables import frame_table
@@ -62,8 +64,11 @@ def _headline(frame: pd.DataFrame) -> str:
 
 def _section(frame: pd.DataFrame, name: str) -> Section:
     shown = frame[frame["measure"] == name]
-    panels = PANELS.get(name) or {name.replace("-", " "): tuple(shown["of"].unique())}
-    drawings = [_drawing(shown[shown["of"].isin(panel)], label) for label, panel in panels.items()]
+    if name == "errors":
+        drawings = [_errors_drawing(shown)]
+    else:
+        panels = PANELS.get(name) or {name.replace("-", " "): tuple(shown["of"].unique())}
+        drawings = [_drawing(shown[shown["of"].isin(panel)], label) for label, panel in panels.items()]
     return Section(
         name, name.replace("-", " ").capitalize(), text=QUESTIONS.get(name, ""), drawings=tuple(drawings)
     )
@@ -71,20 +76,60 @@ def _section(frame: pd.DataFrame, name: str) -> Section:
 
 def _drawing(shown: pd.DataFrame, label: str) -> Drawing:
     def draw(look: Look) -> Axes:
-        axes, colours = get_axes(None, WIDTH, 3.0), look.theme.series
+        axes, colours = get_axes(None, SMALL, 3.0), look.theme.series
+        entries: list[Artist] = []
         for place, (of, rows) in enumerate(shown.groupby("of", sort=False)):
             colour = colours[place % len(colours)]
             ends = (rows["value"] - 2 * rows["standard_error"], rows["value"] + 2 * rows["standard_error"])
             axes.fill_between(rows["step"], *ends, color=colour, alpha=0.25, linewidth=0)
-            axes.plot(rows["step"], rows["value"], color=colour, marker="o", markersize=3, label=str(of))
-        axes.set(xlabel="step", ylabel=label)
-        if shown["of"].nunique() > 1:
-            axes.legend(frameon=False, fontsize="small")
-        return dress(axes, look)
+            entries += axes.plot(
+                rows["step"], rows["value"], color=colour, marker="o", markersize=3, label=str(of)
+            )
+        return _along_steps(axes, look, label, entries)
 
     estimated = bool((shown["standard_error"] > 0).any())
     caption = "Estimates, with two standard errors." if estimated else "One mark for each measurement."
-    return Drawing(label.replace(" ", "-"), caption, draw)
+    return Drawing(label.replace(" ", "-"), caption, draw, half=True)
+
+
+def _errors_drawing(shown: pd.DataFrame) -> Drawing:
+    """Each provider in one colour: its total, and its layers as thin lines below it."""
+    named = shown["of"].str.rpartition(", layer ")
+    rows = shown.assign(provider=named[0], layer=named[2])
+
+    def draw(look: Look) -> Axes:
+        axes, colours = get_axes(None, SMALL, 3.4), look.theme.series
+        entries: list[Artist] = []
+        for place, (provider, own) in enumerate(rows.groupby("provider", sort=False)):
+            colour = colours[place % len(colours)]
+            for layer, values in own.groupby("layer", sort=False):
+                total = layer == "Total"
+                (line,) = axes.plot(
+                    values["step"],
+                    values["value"],
+                    color=colour,
+                    linewidth=1.8 if total else 0.7,
+                    linestyle="-" if total else (0, (1.2, 1.6)),
+                    marker="o" if total else "",
+                    markersize=3,
+                    label=shorten(str(provider)),
+                )
+                if total:
+                    entries.append(line)
+        return _along_steps(axes, look, "error", entries)
+
+    return Drawing("errors", "Solid: the total over all layers; dotted: single layers.", draw, half=True)
+
+
+def _along_steps(axes: Axes, look: Look, label: str, entries: list[Artist]) -> Axes:
+    """The axes by step, with a legend below them where there is more than one line."""
+    axes.set(xlabel="step", ylabel=label)
+    if label == "outliers":
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    dress(axes, look)
+    if len(entries) > 1:
+        legend(axes, look, entries, columns=3)
+    return axes
 
 
 def _numbers(frame: pd.DataFrame) -> Section:

@@ -21,7 +21,14 @@ from curvlab.report.drawing import Look
 from curvlab.report.figures import convergence_curves
 from curvlab.report.numbers import digits, join_names, percent
 from curvlab.report.tables import convergence_table
-from curvlab.reproduce.experiment import Experiment, ExperimentTask, Outcome, Places, Show, rows_of
+from curvlab.reproduce.experiment import (
+    Experiment,
+    ExperimentOutcome,
+    ExperimentTask,
+    Places,
+    ShowShare,
+    rows_of,
+)
 from curvlab.reproduce.subjects import Options, Role, Scale, subject
 from curvlab.studies.store import Store
 from curvlab.studies.train.folder import frame_of
@@ -63,7 +70,7 @@ class TrainingRun:
         """Load the data, build the model and the optimizer."""
         TrainRun(self.plan)
 
-    def run(self, places: Places, show: Show) -> None:
+    def run(self, places: Places, show: ShowShare) -> None:
         """Train, or take the run as another experiment left it, and record the epochs."""
 
         def progress(state: TrainProgress) -> None:
@@ -197,7 +204,7 @@ class CurveFigure(Experiment):
         frame = curves_frame(store)
         return {} if frame.empty else {"curves": frame}
 
-    def content(self, outcome: Outcome) -> Content:
+    def content(self, outcome: ExperimentOutcome) -> Content:
         """The curves by epoch and by time, where each run ended, and what was cut."""
         if not outcome.frames:
             return self.nothing(outcome)
@@ -238,7 +245,7 @@ class CurveFigure(Experiment):
         ends = convergence_table(part.join(settings))
         return Section(f"curves-{slug}", title, drawings=drawings, tables=(ends,))
 
-    def _settings(self, outcome: Outcome) -> Section:
+    def _settings(self, outcome: ExperimentOutcome) -> Section:
         extent = EXTENTS[outcome.options.scale, self.role]
         _, note = subject(self.role, self.criteria[0], 0, outcome.options)
         notes = (

@@ -20,12 +20,12 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from curvlab.report.content import Answer, Content, Drawing, Section
-from curvlab.report.drawing import FONT, Look, dress, log_axis, shorten
+from curvlab.report.drawing import FONT, Look, dress, figure_of, log_axis, shorten
 from curvlab.report.numbers import MISSING, digits, join_names, percent
 from curvlab.report.tables import Entry, Table
 from curvlab.reproduce.error_statistics import INNER, PHASES, ROUNDING, averages, share_of, with_phases
 from curvlab.reproduce.error_trajectory import PROVIDERS, Sampling, Trajectory, errors_frame
-from curvlab.reproduce.experiment import Experiment, ExperimentTask, Outcome, rows_of
+from curvlab.reproduce.experiment import Experiment, ExperimentOutcome, ExperimentTask, rows_of
 from curvlab.reproduce.paper import paper_errors
 from curvlab.reproduce.subjects import Options, Role, Scale, subject, uninformed
 from curvlab.studies.small.errors import TOTAL
@@ -205,7 +205,7 @@ def _panels(count: int, width: float) -> list[Axes]:
 
 def _dress(axes: Axes, look: Look) -> None:
     dress(axes, look)
-    axes.get_figure(root=True).set_facecolor(look.theme.paper)  # type: ignore[union-attr]
+    figure_of(axes).set_facecolor(look.theme.paper)
     axes.title.set(color=look.theme.ink, fontsize=FONT)
 
 
@@ -236,8 +236,7 @@ def _with_legend(panels: list[Axes], look: Look, providers: list[str], extra: st
                 label=extra,
             )
         )
-    figure = panels[0].get_figure(root=True)
-    assert figure is not None
+    figure = figure_of(panels[0])
     box = figure.legend(
         handles=entries,
         loc="outside lower left",
@@ -328,7 +327,7 @@ class ErrorTable(Experiment):
         """The loss of the uniform prediction over ten classes: the height of the plateau."""
         return uninformed(self.criterion)
 
-    def content(self, outcome: Outcome) -> Content:
+    def content(self, outcome: ExperimentOutcome) -> Content:
         """Averages beside the paper's, orderings with their intervals, and the trajectories."""
         frames, printed = outcome.frames, paper_errors(self.printed or self.name)
         length = self.length(outcome.options.scale)
@@ -430,7 +429,7 @@ def _ordering_section(shares: pd.DataFrame) -> Section:
     return Section("orderings", "The paper's orderings", text, tables=(share_table(shares),))
 
 
-def _settings_section(table: ErrorTable, outcome: Outcome, length: Length) -> Section:
+def _settings_section(table: ErrorTable, outcome: ExperimentOutcome, length: Length) -> Section:
     _, note = subject(table.role, table.criterion, 0, outcome.options)
     measured = "; ".join(
         f"{s.batch} examples at every {s.stride}th update" if s.stride > 1 else f"{s.batch} at every update"

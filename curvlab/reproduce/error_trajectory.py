@@ -18,7 +18,7 @@ from torch import Tensor
 
 from curvlab.measure.environment import source_hash
 from curvlab.problem import Problem
-from curvlab.reproduce.experiment import Places, Row, Show
+from curvlab.reproduce.experiment import Places, Row, ShowShare
 from curvlab.studies.small.errors import TOTAL, errors
 from curvlab.studies.store import Store, key_of
 from curvlab.studies.train.folder import steps_in
@@ -97,7 +97,7 @@ class Trajectory:
         """Load the data, build the model and the optimizer."""
         TrainRun(self.plan)
 
-    def run(self, places: Places, show: Show) -> None:
+    def run(self, places: Places, show: ShowShare) -> None:
         """Train, measure at the points that the store lacks, and say how the run ended."""
         store = Store(places.store)
         observer = _Observer(self, store)

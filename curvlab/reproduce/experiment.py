@@ -32,13 +32,13 @@ __all__ = [
     "CLOSE",
     "Claim",
     "Experiment",
+    "ExperimentOutcome",
     "ExperimentTask",
     "Frames",
     "Judgement",
-    "Outcome",
     "Places",
     "Row",
-    "Show",
+    "ShowShare",
     "Verdict",
     "not_measured",
     "rows_of",
@@ -55,7 +55,7 @@ def rows_of(frame: pd.DataFrame) -> Iterator[Any]:
     return frame.itertuples(index=False)
 
 
-Show = Callable[[float, str], None]
+ShowShare = Callable[[float, str], None]
 """Told the share of the task that is done, and what it is doing."""
 
 
@@ -85,7 +85,7 @@ class ExperimentTask(Protocol):
     def prepare(self) -> None:
         """Load the data and build the model as `run` will, and keep nothing; raises what `run` would."""
 
-    def run(self, places: Places, show: Show) -> None:
+    def run(self, places: Places, show: ShowShare) -> None:
         """Bring the rows that are missing into the store."""
 
 
@@ -130,7 +130,7 @@ ENVIRONMENT = "environment"
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ExperimentOutcome:
     """What an experiment has so far, and how it was asked for."""
 
     store: Store
@@ -160,15 +160,15 @@ class Experiment(ABC):
         """The frames by the name of their file; empty where nothing was measured yet."""
 
     @abstractmethod
-    def content(self, outcome: Outcome) -> Content:
+    def content(self, outcome: ExperimentOutcome) -> Content:
         """The page."""
 
-    def nothing(self, outcome: Outcome) -> Content:
+    def nothing(self, outcome: ExperimentOutcome) -> Content:
         """The page where nothing has been measured yet."""
         answer = Answer("Nothing has been measured yet.")
         return Content(self.title, (), answer, (self.again(outcome),), lambda theme: Look(theme=theme), ())
 
-    def again(self, outcome: Outcome) -> Section:
+    def again(self, outcome: ExperimentOutcome) -> Section:
         """The section that every page ends with: the command, the frames and the environment."""
         links = tuple((f"{name}.csv", f"{name}.csv") for name in outcome.frames)
         tables = tuple(

@@ -19,7 +19,7 @@ from curvlab.report.drawing import Look
 from curvlab.report.numbers import digits, join_names, percent
 from curvlab.report.tables import Entry, Table
 from curvlab.reproduce.curve_figures import TrainingRun, curves_frame
-from curvlab.reproduce.experiment import Experiment, ExperimentTask, Outcome, rows_of
+from curvlab.reproduce.experiment import Experiment, ExperimentOutcome, ExperimentTask, rows_of
 from curvlab.reproduce.grid_study import GridStudy
 from curvlab.reproduce.subjects import Options
 from curvlab.studies.store import Store
@@ -44,7 +44,7 @@ class GridSearch(Experiment):
         curves = curves_frame(store)
         return {} if curves.empty else {"grid": ranked_frame(curves), "curves": curves}
 
-    def content(self, outcome: Outcome) -> Content:
+    def content(self, outcome: ExperimentOutcome) -> Content:
         """The best settings of each pair, and all of them in order."""
         if not outcome.frames:
             return self.nothing(outcome)

@@ -46,7 +46,7 @@ from curvlab.measure.memory import Allocation, Tracker, collector_off, track
 from curvlab.measure.operations import counting
 from curvlab.problem import Problem
 from curvlab.providers import estimate
-from curvlab.reproduce.experiment import Places, Row, Show
+from curvlab.reproduce.experiment import Places, Row, ShowShare
 from curvlab.reproduce.growth_sweeps import ITERATIVE, SAMPLE_SPACE, SCALES, TEXTBOOK, Sizes, sweeps
 from curvlab.solvers import Solution, Solver, solve
 from curvlab.solvers.registry import solvers
@@ -103,7 +103,7 @@ class GrowthTask:
         """Build the problem."""
         _problem(self)
 
-    def run(self, places: Places, show: Show) -> None:
+    def run(self, places: Places, show: ShowShare) -> None:
         """Measure, unless the store has the row."""
         store = Store(places.store)
         if not self.finished(store):
@@ -191,8 +191,7 @@ def _curvature_work(task: GrowthTask, problem: Problem) -> Work:
 def _solve_work(task: GrowthTask, problem: Problem) -> Work:
     passed = _run_passes(problem)
     curvature, gradient = estimate("pch-1", passed), passed.gradient()
-    (layer,) = curvature.layers
-    assert layer.output is not None
+    (output,) = (layer.output for layer in curvature.layers if layer.output is not None)
     given = dict(gradient.items()) if task.formulation == TEXTBOOK else gradient
     solver = _solver(task)
     alpha = CG_ALPHA if task.subject in ITERATIVE else INVERSE_ALPHA
@@ -200,7 +199,7 @@ def _solve_work(task: GrowthTask, problem: Problem) -> Work:
     def call() -> object:
         return _complete(task, solve(solver, curvature, given, alpha=alpha))
 
-    return call, list(layer.output.tensors().values())
+    return call, list(output.tensors().values())
 
 
 def _solver(task: GrowthTask) -> Solver:

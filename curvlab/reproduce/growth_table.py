@@ -21,18 +21,18 @@ from matplotlib.lines import Line2D
 
 from curvlab.measure.environment import source_hash
 from curvlab.report.content import Answer, Content, Drawing, Section
-from curvlab.report.drawing import FONT, LIGHT, MARKERS, Look, Theme, dress, log_axis
+from curvlab.report.drawing import FONT, LIGHT, MARKERS, Look, Theme, dress, figure_of, log_axis
 from curvlab.report.numbers import digits, join_names
 from curvlab.report.tables import Entry, Table
 from curvlab.reproduce.experiment import (
     Claim,
     Experiment,
+    ExperimentOutcome,
     ExperimentTask,
     Frames,
     Judgement,
-    Outcome,
     Places,
-    Show,
+    ShowShare,
     not_measured,
     rows_of,
     verdict_of,
@@ -193,8 +193,7 @@ def _style(subject: str, formulation: str, look: Look) -> dict[str, Any]:
 
 def _write_exponents(ax: Axes, ends: list[_End], paper: str) -> None:
     """At the lines' ends, moved apart where they would cover each other."""
-    figure = ax.get_figure(root=True)
-    assert figure is not None
+    figure = figure_of(ax)
     points = 72 / figure.dpi
     ends = sorted(ends, key=lambda end: end.y)
     heights = [float(ax.transData.transform((end.x, end.y))[1]) * points for end in ends]
@@ -300,7 +299,7 @@ class CardQuestion:
     def prepare(self) -> None:
         """Nothing is needed: no data are read and no model is built."""
 
-    def run(self, places: Places, show: Show) -> None:
+    def run(self, places: Places, show: ShowShare) -> None:
         """Plan, and keep the answer as one row."""
         show(0.0, self.label)
         rows = card_frame(card=self.card).to_dict("records")
@@ -323,7 +322,7 @@ class GrowthTable(Experiment):
         answers = store.rows(CARD_KIND)
         return found | ({"card": pd.DataFrame(answers[-1]["rows"])} if answers else {})
 
-    def content(self, outcome: Outcome) -> Content:
+    def content(self, outcome: ExperimentOutcome) -> Content:
         """Exponents of time and space, the log-log points, and the card."""
         if "points" not in outcome.frames or "card" not in outcome.frames:
             return self.nothing(outcome)

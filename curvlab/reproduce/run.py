@@ -19,7 +19,14 @@ from pathlib import Path
 from curvlab.files import csv_text, write_text_atomic
 from curvlab.measure.environment import environment
 from curvlab.report.pages import write_pages
-from curvlab.reproduce.experiment import ENVIRONMENT, Experiment, ExperimentTask, Outcome, Places, Show
+from curvlab.reproduce.experiment import (
+    ENVIRONMENT,
+    Experiment,
+    ExperimentOutcome,
+    ExperimentTask,
+    Places,
+    ShowShare,
+)
 from curvlab.reproduce.experiments import experiment_named
 from curvlab.reproduce.provenance import Provenance, record_scale
 from curvlab.reproduce.subjects import Options
@@ -29,7 +36,7 @@ from curvlab.studies.store import Store, edited_rows_refused, key_of, run_lock
 __all__ = ["DEFAULT_OUTPUT", "command_of", "reproduce", "work_folder", "write_experiment"]
 
 DEFAULT_OUTPUT = "runs/paper"
-Progress = Callable[[float, float, str], None]
+ShowProgress = Callable[[float, float, str], None]
 """Told how many tasks are done (a fraction counts the one under way), how many there are, and what runs."""
 
 
@@ -40,7 +47,7 @@ def reproduce(
     *,
     executor: str | Place | Executor = "serial",
     fresh: bool = False,
-    on_progress: Progress | None = None,
+    on_progress: ShowProgress | None = None,
 ) -> Path:
     """Carry out the experiment `name` as far as it is not done, and return its page.
 
@@ -77,7 +84,7 @@ def write_experiment(experiment: Experiment, store: Store, options: Options, fol
     """Write the frames and the page of what has been measured."""
     with edited_rows_refused(store):
         frames = experiment.frames(store)
-        outcome = Outcome(store, options, command_of(experiment.name, options), frames)
+        outcome = ExperimentOutcome(store, options, command_of(experiment.name, options), frames)
         content = Provenance.of(store, frames, options).mark(experiment.content(outcome))
     for name, frame in frames.items():
         write_text_atomic(folder / f"{name}.csv", csv_text(frame, float_format="%.6g"))
@@ -103,7 +110,7 @@ def command_of(name: str, options: Options) -> str:
 
 
 def _carry_out(
-    pending: Sequence[ExperimentTask], total: int, places: Places, workers: Workers, on_progress: Progress
+    pending: Sequence[ExperimentTask], total: int, places: Places, workers: Workers, on_progress: ShowProgress
 ) -> None:
     done = total - len(pending)
     on_progress(done, total, "")
@@ -130,7 +137,7 @@ def _prepare_task(task: ExperimentTask) -> None:
     task.prepare()
 
 
-def _run(task: ExperimentTask, places: Places, show: Show | None) -> None:
+def _run(task: ExperimentTask, places: Places, show: ShowShare | None) -> None:
     task.run(places, show or (lambda share, label: None))
 
 

@@ -502,9 +502,13 @@ class _RowSpace:
         """‖XH'‖² by the Gram matrix, or by the product itself where rounding could be a part of it."""
         square = self.dot(x, x)
         rounding = torch.finfo(x.dtype).eps * x.square().sum() * self.gram.gram.trace()
-        if not device.readable(square) or bool(square > SIGNIFICANT * rounding):
+        if not device.readable(square):
             return square
-        return RowProduct(x, self.gram).square_norm()
+        if not device.in_pieces(square):  # to ask would be to wait
+            return torch.where(
+                square > SIGNIFICANT * rounding, square, RowProduct(x, self.gram).square_norm()
+            )
+        return square if bool(square > SIGNIFICANT * rounding) else RowProduct(x, self.gram).square_norm()
 
 
 class _MatrixSpace:

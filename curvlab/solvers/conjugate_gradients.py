@@ -43,15 +43,14 @@ from curvlab.exceptions import PairError, SpecError
 from curvlab.linalg import DenseFactor, DiagonalFactor, Factor, GramFactor, Matrix
 from curvlab.linalg.cg import (
     CGResult,
+    Iterating,
     StackOperator,
     SymmetricOperator,
-    conjugate_gradients,
     iterate,
     iterate_together,
 )
-from curvlab.linalg.execution import deferring, in_pieces
+from curvlab.linalg.execution import LEAST, Limits, deferring, in_pieces, require, would_read
 from curvlab.linalg.factors import InputKind, nonzero_or_one
-from curvlab.linalg.pending import LEAST, Limits, require, would_read
 from curvlab.measure import device
 from curvlab.solvers.base import (
     DampedSystem,
@@ -161,16 +160,19 @@ class CG(Solver):
         precondition: Callable[[Tensor], Tensor] | None = None,
     ) -> CGResult:
         """Iterate on A x = b, with this solver's limits."""
-        return conjugate_gradients(
-            operator,
-            rhs,
-            max_iter=self.max_iter,
-            tol=self.tol,
-            read_interval=self._read_interval(rhs, LAUNCHES),
-            start=start,
-            precondition=precondition,
-            definite=self.definite,
-        )
+        return iterate_together([self.begin(operator, rhs, start, precondition)])[0]
+
+    def begin(
+        self,
+        operator: SymmetricOperator,
+        rhs: Tensor,
+        start: Tensor | None = None,
+        precondition: Callable[[Tensor], Tensor] | None = None,
+        beside: int = 1,
+    ) -> Iterating:
+        """`run` for `iterate_together`, of so many systems that are read together."""
+        interval = self._read_interval(rhs, LAUNCHES * beside)
+        return iterate(operator, rhs, self.max_iter, self.tol, interval, start, precondition, self.definite)
 
     def _read_interval(self, rhs: Tensor, launches: int) -> int:
         """Iterations between two reads: by the device's costs, with at most `MOST_READS` in all."""
@@ -194,19 +196,18 @@ class CG(Solver):
         assert isinstance(state, PreparedLayer)
         if self.formulation == "explicit":
             return self._apply_textbook(state, gradient)
-        if state.output.count > 1:
-            return self._apply_equal(state, gradient)
-        return self._divide(state, gradient) or self._apply_stacked([state], [gradient])[0]
+        found = self._apply_equal(state, gradient) or self._divide(state, gradient)
+        return found or self._apply_stacked([state], [gradient])[0]
 
     @property
     def solves_stacks(self) -> bool:
         own = type(self).prepare is CG.prepare and type(self).apply is CG.apply
         return own and self.route in ("auto", "dense")
 
-    def _apply_equal(self, state: PreparedLayer, gradient: LayerGradient) -> LayerDirection:
-        """All systems of a stack in one iteration."""
-        assert state.coordinates is not None
-        assert gradient.weight is not None
+    def _apply_equal(self, state: PreparedLayer, gradient: LayerGradient) -> LayerDirection | None:
+        """All systems of a stack of weights in one iteration; None where it is none."""
+        if state.output.count == 1 or state.coordinates is None or gradient.weight is None:
+            return None
         systems = EqualSystems(state.output, state.coordinates, gradient.weight, state.damping)
         result = self.run(systems, systems.right_hand_side())
         weight = systems.step(result.x)
@@ -299,21 +300,13 @@ class DefiniteCG(CG):
         found: dict[int, LayerDirection] = {}
         runs, stacks = [], {}
         for index, (state, gradient) in enumerate(zip(own, gradients, strict=True)):
-            if state.output.count > 1:
-                found[index] = self._apply_equal(state, gradient)
+            equal = self._apply_equal(state, gradient)
+            if equal is not None:
+                found[index] = equal
                 continue
             stack = stack_systems([LayerSystems.of(state, gradient)], state.damping)
-            rhs, stacks[index] = stack.right_hand_side(), stack
-            runs.append(
-                iterate(
-                    stack,
-                    rhs,
-                    max_iter=self.max_iter,
-                    tol=self.tol,
-                    read_interval=self._read_interval(rhs, LAUNCHES * len(own)),
-                    definite=True,
-                )
-            )
+            stacks[index] = stack
+            runs.append(self.begin(stack, stack.right_hand_side(), beside=len(own)))
         for index, result in zip(stacks, iterate_together(runs), strict=True):
             stack = stacks[index]
             (found[index],) = self._directions([own[index]], stack.layers, stack, result)
@@ -343,14 +336,13 @@ class EACG(CG):
         the longest, and there the products are most of the time.
         """
         own = type(self).apply is CG.apply  # a subclass with an `apply` of its own is asked for every layer
-        kinds = {
-            (s.output.example.device, s.output.example.dtype) for s in states if isinstance(s, PreparedLayer)
-        }
+        own_states = [state for state in states if isinstance(state, PreparedLayer)]
+        examples = [state.output.example for state in own_states]
+        kinds = {(example.device, example.dtype) for example in examples}
         if self.formulation == "explicit" or not own or len(kinds) != 1:
             return None
-        own_states = [state for state in states if isinstance(state, PreparedLayer)]
         alone = (
-            (i, self._apply_equal(s, g) if s.output.count > 1 else self._divide(s, g))
+            (i, self._apply_equal(s, g) or self._divide(s, g))
             for i, (s, g) in enumerate(zip(own_states, gradients, strict=True))
         )
         found = {index: direction for index, direction in alone if direction is not None}
@@ -463,13 +455,14 @@ class StackedSystems(SymmetricOperator):
 
     def __init__(self, layers: Sequence[LayerSystems], damping: Damping) -> None:
         self.layers, self.damping = layers, damping
-        self.width = max(layer.output.size for layer in layers)
+        self._sizes = [layer.output.size for layer in layers]
+        self.width = max(self._sizes)
         self.firsts = list(accumulate((layer.rows for layer in layers), initial=0))[:-1]
         example = layers[0].output.example
         outside = any(layer.perp_norm is not None for layer in layers)
         shape = (sum(layer.rows for layer in layers), self.width + outside)
         # Scalars as tensors: a number would be made one in every iteration.
-        self._shift = example.new_full((), damping.shift)
+        self._scale, self._shift = damping.scale, example.new_full((), damping.shift)
         self._image, self._scaled = example.new_empty(shape), example.new_empty(shape)
         self._products = [
             (
@@ -484,7 +477,7 @@ class StackedSystems(SymmetricOperator):
     def _part(self, p: Tensor, index: int) -> Tensor:
         """The rows and columns of one layer."""
         layer, first = self.layers[index], self.firsts[index]
-        return p[first : first + layer.rows, : layer.output.size]
+        return p[first : first + layer.rows, : self._sizes[index]]
 
     def right_hand_side(self) -> Tensor:
         """-G and -g."""
@@ -512,7 +505,7 @@ class StackedSystems(SymmetricOperator):
         self._times_input(x)
         torch.mul(x, self._shift, out=self._image)
         for output, image, scaled, _ in self._products:
-            output.add_product_(image, scaled, self.damping.scale)
+            output.add_product_(image, scaled, self._scale)
         return self._image
 
     def rest(self, done: Tensor) -> None:
@@ -631,7 +624,6 @@ class EqualSystems(StackOperator):
     def __init__(
         self, output: Factor, coordinates: InputCoordinates, gradient: WeightGradient, damping: Damping
     ) -> None:
-        super().__init__()
         self.output, self.damping = output, damping
         self.gradient = coordinates.of(gradient)
         self.rank, self._matrix = self.gradient.x.shape[-1], coordinates.matrix

@@ -22,8 +22,7 @@ from curvlab.curvature_structures import EigenLayer
 from curvlab.exceptions import PairError
 from curvlab.linalg import DiagonalFactor, Factor, GramFactor, eigh
 from curvlab.linalg.factors import InputKind
-from curvlab.linalg.inverse import NotFiniteError, NotPositiveDefiniteError
-from curvlab.measure import device
+from curvlab.linalg.inverse import NotFiniteError, require_positive
 from curvlab.solvers.base import DampedSystem, Damping, Guidance, LayerDirection, LayerGradient, Solver
 from curvlab.solvers.input_coordinates import (
     Eigen,
@@ -175,11 +174,7 @@ def _check_values(values: Tensor, damping: Damping, largest: Tensor | None) -> T
     rounding = values.shape[-1] * torch.finfo(values.dtype).eps * values.abs().amax(-1, keepdim=True)
     values = torch.where(values.abs() <= rounding, values.clamp(min=0), values)
     smallest = (damping.scale * values.amin(-1) * factor + damping.shift).amin()
-    if device.readable(values):
-        if bool(smallest.isnan()):
-            raise NotFiniteError("the matrix to be factorised holds NaN or infinity")
-        if bool(smallest <= 0):
-            raise NotPositiveDefiniteError(float(smallest))
+    require_positive(smallest)
     return values
 
 

@@ -153,10 +153,8 @@ class InputCoordinates(ABC):
         return DenseInverse(cholesky_shifted(self.matrix, shift, check))
 
 
-class SampleCoordinates(InputCoordinates):
-    """D = X H': for a gradient of the very batch whose rows the input factor holds."""
-
-    route = "sample"
+class GramCoordinates(InputCoordinates):
+    """Those of the m rows that a Gram factor holds."""
 
     def __init__(self, gram: GramFactor) -> None:
         self.gram = gram
@@ -168,6 +166,15 @@ class SampleCoordinates(InputCoordinates):
     @property
     def trace(self) -> Tensor:
         return self.gram.gram.trace()
+
+    def remember(self, key: Hashable, make: Callable[[], T]) -> T:
+        return self.gram.remember(key, make)
+
+
+class SampleCoordinates(GramCoordinates):
+    """D = X H': for a gradient of the very batch whose rows the input factor holds."""
+
+    route = "sample"
 
     @property
     def matrix(self) -> Tensor:
@@ -180,11 +187,8 @@ class SampleCoordinates(InputCoordinates):
     def _assemble(self, x: Tensor, left: Left) -> RowProduct:
         return RowProduct(x, self.gram)
 
-    def remember(self, key: Hashable, make: Callable[[], T]) -> T:
-        return self.gram.remember(key, make)
 
-
-class EigenCoordinates(InputCoordinates):
+class EigenCoordinates(GramCoordinates):
     """D = X Λ^-½ Vᵀ H' + L G⊥, with K = V Λ Vᵀ: the sample space in orthonormal coordinates.
 
     An eigenvalue within rounding of zero says nothing of its direction. What the gradient has there, of no
@@ -192,9 +196,6 @@ class EigenCoordinates(InputCoordinates):
     """
 
     route = "sample"
-
-    def __init__(self, gram: GramFactor) -> None:
-        self.gram = gram
 
     @cached_property
     def _eigen(self) -> tuple[Tensor, Tensor]:
@@ -204,14 +205,6 @@ class EigenCoordinates(InputCoordinates):
     def _significant(self) -> Tensor:
         values = self._eigen[0]
         return values > len(values) * torch.finfo(values.dtype).eps * values[-1]
-
-    @property
-    def size(self) -> int:
-        return self.gram.rows.shape[0]
-
-    @property
-    def trace(self) -> Tensor:
-        return self.gram.gram.trace()
 
     @cached_property
     def diagonal(self) -> Tensor:
@@ -241,17 +234,11 @@ class EigenCoordinates(InputCoordinates):
         along = torch.where(self._significant, x * inverse, left(rest))
         return RowProduct(along @ vectors.T, self.gram)
 
-    def remember(self, key: Hashable, make: Callable[[], T]) -> T:
-        return self.gram.remember(key, make)
 
-
-class RowCoordinates(InputCoordinates):
+class RowCoordinates(GramCoordinates):
     """D = X Qᵀ + L G⊥ with Q an orthonormal basis of the rows of H' (which may be rank deficient)."""
 
     route = "row"
-
-    def __init__(self, gram: GramFactor) -> None:
-        self.gram = gram
 
     @cached_property
     def _qr(self) -> tuple[Tensor, Tensor]:
@@ -278,9 +265,6 @@ class RowCoordinates(InputCoordinates):
         whole = form_gradient(gradient)
         x, norm = split_gradient(whole, self.basis)
         return GradientCoordinates(x, partial(_combine, whole, x, self.basis.T), norm)
-
-    def remember(self, key: Hashable, make: Callable[[], T]) -> T:
-        return self.gram.remember(key, make)
 
 
 class DenseCoordinates(InputCoordinates):

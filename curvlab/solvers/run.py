@@ -23,16 +23,24 @@ import torch
 from torch import Tensor
 
 from curvlab.curvature import Curvature
-from curvlab.curvature_layers import LayerCurvature
+from curvlab.curvature_layers import KroneckerLayer, LayerCurvature
 from curvlab.distributed.agreement import Description, agree
 from curvlab.distributed.communicator import communicator_of
 from curvlab.distributed.solve import choose_owners, layer_cost, share_out
 from curvlab.exceptions import ArgumentError, PairError, SolveError, SpecError, describe_argument
 from curvlab.linalg import Matrix
 from curvlab.linalg.cg import Outcome
-from curvlab.linalg.execution import deferring, full_precision, in_pieces, without_gradients
+from curvlab.linalg.execution import (
+    Limits,
+    collected,
+    deferring,
+    explained,
+    full_precision,
+    in_pieces,
+    require,
+    without_gradients,
+)
 from curvlab.linalg.inverse import NotFiniteError, NotPositiveDefiniteError
-from curvlab.linalg.pending import Limits, collected, explained, require
 from curvlab.linalg.steps import RowGradient
 from curvlab.solvers.base import Damping, Guidance, LayerDirection, Preconditioner, Solver, damping_from
 from curvlab.solvers.registry import solvers
@@ -296,15 +304,19 @@ def _by_layer(
 def _solve_shared(systems: _Systems, units: list[Unit], process_group: ProcessGroup) -> list[SolvedUnit]:
     communicator = communicator_of(process_group)
     # A stack of small systems takes less time than to send its directions.
-    apart = {id(unit.given): unit for unit in units if unit.solver.layers_apart and not is_stack(unit.given)}
+    pairs = [
+        (unit, unit.given)
+        for unit in units
+        if unit.solver.layers_apart and isinstance(unit.given, KroneckerLayer) and not is_stack(unit.given)
+    ]
+    apart, given = {id(layer): unit for unit, layer in pairs}, [layer for _, layer in pairs]
     costs = [
-        layer_cost(unit.given, unit.solver.input_factor, float(getattr(unit.solver, "max_iter", 0)))
-        for unit in apart.values()
+        layer_cost(layer, unit.solver.input_factor, float(getattr(unit.solver, "max_iter", 0)))
+        for unit, layer in pairs
     ]
     owners = choose_owners(costs, communicator.size)
     if owners is None:
         return systems.solve_all(units)
-    given = [unit.given for unit in apart.values()]
     shared = share_out(
         lambda one: systems.solve(apart[id(one)]),
         given,
@@ -346,8 +358,8 @@ class _Systems:
         seconds = time.perf_counter() - started
         sizes = [one.size for one in prepared]
         return [
-            self._finish(one, direction, seconds * one.size / sum(sizes))
-            for one, direction in zip(prepared, found, strict=True)
+            self._finish(one, direction, seconds * size / sum(sizes))
+            for one, direction, size in zip(prepared, found, sizes, strict=True)
         ]
 
     def _prepare(self, unit: Unit) -> _Prepared:

@@ -16,7 +16,7 @@ the mean input factor goes with B of ḡ, and a tied matrix is solved by its dia
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -30,6 +30,7 @@ from curvlab.curvature_layers import KroneckerLayer, LayerCurvature
 from curvlab.exceptions import SolveError
 from curvlab.linalg import Block, Matrix, MatrixView, RowProduct, Step, ViewStep
 from curvlab.linalg.cg import Outcome
+from curvlab.linalg.execution import in_pieces, readable
 from curvlab.linalg.factors import binary_scale, nonzero_or_one
 from curvlab.linalg.steps import Gradient, LazyTensors, TensorStep, add_step, as_step, view_entry
 from curvlab.model.network import unwrap
@@ -174,12 +175,44 @@ class BlockSolution:
 
     def _measure(self, measure: Callable[[], Tensor]) -> float:
         """A measure of the solve as it was; refused where that can no longer be known."""
+        self._check_unchanged()
+        return float(measure())
+
+    def _check_unchanged(self) -> None:
         changed = self.reads.changed()
         if changed:
             unknown = f"so its residual and predicted reduction in `{self.name}` can no longer be known"
             advice = "read them before, or solve for a copy"
             raise SolveError(change_message(changed, "the solve", f"{unknown}: {advice}", in_place=True))
-        return float(measure())
+
+    @property
+    def counted(self) -> list[Tensor]:
+        """Outcome and iterations as tensors, where the solver iterates (nothing is read)."""
+        return [own.reshape(()) for own in (self.outcome, self.iteration_count) if own is not None]
+
+    def is_read(self, residual: bool) -> bool:
+        """Whether that is known already, with the true residual or without."""
+        known = self.__dict__
+        return (self.iteration_count is None or "iterations" in known) and (
+            not residual or "residual" in known
+        )
+
+    def ending(self, residual: bool) -> list[Tensor]:
+        """Those, and the true residual if it is asked for."""
+        if not residual:
+            return self.counted
+        self._check_unchanged()
+        return [*self.counted, self.measures.residual().reshape(())]
+
+    def remember_ending(self, numbers: Iterator[float], residual: bool) -> None:
+        """Take what `ending` gave, as it was read."""
+        known = self.__dict__
+        if self.outcome is not None:
+            known["ended"] = Outcome(int(next(numbers)))
+        if self.iteration_count is not None:
+            known["iterations"] = int(next(numbers))
+        if residual:
+            known["residual"] = next(numbers)
 
     @cached_property
     def residual(self) -> float:
@@ -191,7 +224,12 @@ class BlockSolution:
         """The true relative residual of the full damped system."""
         return self._measure(self.measures.residual_full)
 
-    @property
+    @cached_property
+    def ended(self) -> Outcome:
+        """How the iteration ended; a direct method converges."""
+        return Outcome.CONVERGED if self.outcome is None else Outcome(int(self.outcome))
+
+    @cached_property
     def iterations(self) -> int:
         """CG iterations; 0 for a direct method."""
         return 0 if self.iteration_count is None else int(self.iteration_count)
@@ -212,14 +250,13 @@ class BlockSolution:
     @cached_property
     def status(self) -> Status:
         """How it ended; the true residual has the last word over the recursive one."""
-        outcome = Outcome.CONVERGED if self.outcome is None else Outcome(int(self.outcome))
-        if outcome is Outcome.CONVERGED:
+        if self.ended is Outcome.CONVERGED:
             return Status.CONVERGED if self.residual <= self.tolerance else Status.STAGNATED
         return {
             Outcome.LIMIT: Status.ITERATION_LIMIT,
             Outcome.NEGATIVE_CURVATURE: Status.NEGATIVE_CURVATURE,
             Outcome.BREAKDOWN: Status.BREAKDOWN,
-        }[outcome]
+        }[self.ended]
 
     @cached_property
     def slope(self) -> float:
@@ -242,6 +279,21 @@ class Solution:
     direction: Direction
     blocks: dict[str, BlockSolution]
     notes: tuple[str, ...] = ()
+
+    def read(self, residuals: bool = True) -> None:
+        """Read how all blocks ended at once, so that to ask block after block waits for no accelerator."""
+        if all(block.is_read(residuals) for block in self.blocks.values()):
+            return
+        example = [one for block in self.blocks.values() for one in block.counted][:1]
+        if residuals and not example:
+            example = [one for found in self.direction.computed().values() for one in found][:1]
+        if not example or in_pieces(example[0]) or not readable(example[0]):
+            return
+        tensors = [one for block in self.blocks.values() for one in block.ending(residuals)]
+        dtype = torch.promote_types(torch.float32, tensors[-1].dtype)
+        numbers = iter(torch.stack([one.to(dtype) for one in tensors]).tolist())
+        for block in self.blocks.values():
+            block.remember_ending(numbers, residuals)
 
     def add_to(self, model: nn.Module, lr: float = 1.0) -> None:
         """θ ← θ + lr · d, in place, with no direction of a weight's size formed; all of it or nothing."""

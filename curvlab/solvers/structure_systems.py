@@ -36,10 +36,10 @@ from curvlab.curvature_layers import LayerCurvature, OperatorLayer, PlainLayer
 from curvlab.curvature_structures import JointLayer
 from curvlab.exceptions import PairError, SolveError
 from curvlab.linalg import Block, EigenBlock, Factor, FactorBlock, Matrix
-from curvlab.linalg.cg import CGResult, SymmetricOperator
+from curvlab.linalg.cg import CGResult, Iterating, SymmetricOperator, iterate_together
 from curvlab.linalg.factors import binary_scale
 from curvlab.linalg.flat import flatten, unflatten
-from curvlab.linalg.inverse import NotPositiveDefiniteError, ShiftedInverse, shifted_inverse
+from curvlab.linalg.inverse import ShiftedInverse, require_positive, shifted_inverse
 from curvlab.measure import device
 from curvlab.solvers.base import (
     NOTHING_READ,
@@ -285,10 +285,7 @@ class EigenExact(_ByParameter):
         if isinstance(block, FactorBlock):
             return _OwnBasis(name, block, damping, _DampedInverse.of(block.factor, damping))
         assert isinstance(block, EigenBlock)
-        if device.readable(block.example):
-            smallest = damping.scale * float(block.smallest()) + damping.shift
-            if not smallest > 0:
-                raise NotPositiveDefiniteError(smallest)
+        require_positive(damping.scale * block.smallest() + damping.shift)
         return _OwnBasis(name, block, damping, None)
 
     def apply(self, state: object, gradient: LayerGradient) -> LayerDirection:
@@ -360,14 +357,15 @@ class Iterative(Protocol):
     def tolerance(self, dtype: torch.dtype) -> float:
         """The residual that counts as converged."""
 
-    def run(
+    def begin(
         self,
         operator: SymmetricOperator,
         rhs: Tensor,
         start: Tensor | None = None,
         precondition: Callable[[Tensor], Tensor] | None = None,
-    ) -> CGResult:
-        """Iterate on A x = b."""
+        beside: int = 1,
+    ) -> Iterating:
+        """Iterate on A x = b, one of so many systems that are read together."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -388,6 +386,19 @@ class BlockCG(_ByParameter):
     start: Mapping[str, Tensor] | None
     given_preconditioner: Preconditioner | None
 
+    def __eq__(self, other: object) -> bool:
+        """Whether the two solve together: the same limits, on the blocks of the same curvature."""
+        return (
+            isinstance(other, BlockCG)
+            and self.cg == other.cg
+            and self.curvature is other.curvature
+            and self.start is other.start
+            and self.given_preconditioner is other.given_preconditioner
+        )
+
+    def __hash__(self) -> int:
+        return hash((BlockCG, self.cg, id(self.curvature)))
+
     def tolerance(self, dtype: torch.dtype) -> float:
         """That of `cg`."""
         return self.cg.tolerance(dtype)
@@ -403,19 +414,37 @@ class BlockCG(_ByParameter):
         assert isinstance(state, _BlockState)
         named = _gradient_by_name(state.layer, gradient)
         product = partial(_block_product, state.layer.blocks)
-        result, system = self._solve(named, product, state.damping, state.preconditioner)
-        return _block_direction(state.layer, system, result)
+        system = self._system(named, product, state.damping, state.preconditioner)
+        return _block_direction(state.layer, *_solved([system])[0])
 
     def apply_jointly(
         self, states: Sequence[object], gradients: Sequence[LayerGradient]
     ) -> list[LayerDirection] | None:
-        """One system over all layers, where the curvature has blocks between them."""
+        """One system over all layers, where the curvature has blocks between them.
+
+        Elsewhere those of the blocks, side by side where reads are not free: one tells of all which have
+        converged.
+        """
         full, prepared = self.curvature.full_product, [s for s in states if isinstance(s, _BlockState)]
-        if full is None:
-            return None
         named = [
             _gradient_by_name(state.layer, given) for state, given in zip(prepared, gradients, strict=True)
         ]
+        if full is None:
+            (first, *_) = named[0].values()
+            if len(named) < 2 or device.in_pieces(first):
+                return None
+            systems = [
+                self._system(
+                    given,
+                    partial(_block_product, state.layer.blocks),
+                    state.damping,
+                    state.preconditioner,
+                    len(named),
+                )
+                for state, given in zip(prepared, named, strict=True)
+            ]
+            found = zip(prepared, _solved(systems), strict=True)
+            return [_block_direction(state.layer, *solved) for state, solved in found]
         by_name = {
             name: state.preconditioner
             for state, given in zip(prepared, named, strict=True)
@@ -424,27 +453,47 @@ class BlockCG(_ByParameter):
         }
         preconditioner = (lambda name, x: by_name[name](name, x)) if by_name else None
         whole = {name: value for given in named for name, value in given.items()}
-        result, system = self._solve(whole, full, prepared[0].damping, preconditioner)
-        return [_block_direction(state.layer, system, result) for state in prepared]
+        (solved,) = _solved([self._system(whole, full, prepared[0].damping, preconditioner)])
+        return [_block_direction(state.layer, *solved) for state in prepared]
 
-    def _solve(
+    def _system(
         self,
         gradient: Mapping[str, Tensor],
         product: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]],
         damping: Damping,
         preconditioner: Preconditioner | None,
-    ) -> tuple[CGResult, dict[str, SolvedBlock]]:
-        """One run of CG, and g, d and C d of every block of the system."""
+        beside: int = 1,
+    ) -> _BlocksBegun:
+        """One run of CG that has begun."""
         operator = DampedBlocks({name: value.shape for name, value in gradient.items()}, product, damping)
-        result = self.cg.run(
+        run = self.cg.begin(
             operator,
             -operator.flatten(gradient),
             None if self.start is None else operator.flatten(self.start),
             None if preconditioner is None else partial(operator.precondition, preconditioner),
+            beside,
         )
-        steps = operator.split(result.x)
-        images = product(steps)
-        return result, {name: SolvedBlock(gradient[name], steps[name], images[name]) for name in steps}
+        return _BlocksBegun(operator, gradient, run)
+
+
+@dataclass(frozen=True, eq=False)
+class _BlocksBegun:
+    """The system of some blocks, and the iteration that solves it."""
+
+    operator: DampedBlocks
+    gradient: Mapping[str, Tensor]
+    run: Iterating
+
+
+def _solved(systems: Sequence[_BlocksBegun]) -> list[tuple[dict[str, SolvedBlock], CGResult]]:
+    """The systems solved side by side: g, d and C d of every block of each, and how it ended."""
+    found = []
+    for one, result in zip(systems, iterate_together([one.run for one in systems]), strict=True):
+        steps = one.operator.split(result.x)
+        images = one.operator.product(steps)
+        blocks = {name: SolvedBlock(one.gradient[name], steps[name], images[name]) for name in steps}
+        found.append((blocks, result))
+    return found
 
 
 def _block_product(blocks: Mapping[str, Block], vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from curvlab.curvature import LayerCurvature
 from curvlab.linalg import DenseFactor, DiagonalFactor, Factor, GramFactor, RankOneFactor
-from curvlab.linalg.cg import FunctionOperator, StackOperator, SymmetricOperator
-from curvlab.linalg.eigen import eigvalsh
+from curvlab.linalg.cg import FunctionOperator, FunctionStack, SymmetricOperator
+from curvlab.linalg.execution import eigvalsh
 from curvlab.linalg.factors import InputFactors, InputKind
 from curvlab.linalg.inverse import NotFiniteError, NotPositiveDefiniteError
 from curvlab.measure import device
@@ -116,7 +116,7 @@ def weight_operator(layer: LayerCurvature, damping: Damping, kind: InputKind) ->
     """X ↦ s B X A + τ X."""
     b, inputs = _form_factor(output_factor(layer)), input_factors(layer)
     scale, shift = damping.scale, damping.shift
-    make = FunctionOperator if b.count == 1 else StackOperator
+    make: type[FunctionOperator | FunctionStack] = FunctionOperator if b.count == 1 else FunctionStack
     if kind == "mean":
         a = inputs.mean[..., None]
         return make(lambda x: scale * (b.matmul(x @ a) * a.mT) + shift * x)

@@ -70,7 +70,7 @@ class Dask:
             )
 
         if not ADDRESS.fullmatch(self.address):
-            # Dask itself takes most of a minute to say so.
+            # Dask itself takes most of a minute to refuse it.
             raise SpecError(
                 f"executor `dask`: `{self.address}` is not the address of a scheduler; expected host and "
                 f"port as `dask scheduler` prints them: dask[address=tcp://host:8786]"

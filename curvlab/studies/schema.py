@@ -22,9 +22,11 @@ This module imports neither torch nor pandas: help pages and shell completion ar
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from importlib.metadata import entry_points
 from typing import Any, Generic, Literal, TypeVar
 
@@ -34,6 +36,8 @@ __all__ = [
     "Column",
     "ColumnKind",
     "Setting",
+    "check_epochs",
+    "check_rate",
     "extra_columns",
     "extra_settings",
     "read_values",
@@ -306,3 +310,31 @@ def extra_settings() -> tuple[Setting, ...]:
 def extra_columns() -> tuple[Column, ...]:
     """The columns that were added to curvlab's own."""
     return _columns.all()
+
+
+def check_rate(lr: float, name: str = "lr") -> None:
+    """Raise `SpecError` unless the learning rate is a finite number above zero: else nothing would train.
+
+    >>> check_rate(0.1)
+    """
+    if not 0 < lr < math.inf:
+        raise SpecError(f"{name}={lr}: a learning rate is a finite number above 0, such as 0.1")
+
+
+EPOCHS_OF_A_YEAR = 10_000 * 86_400 * 365
+"""At the least that an epoch takes, a tenth of a millisecond: one step of the smallest network."""
+
+
+def check_epochs(epochs: int) -> None:
+    """Refuse epochs that take more than a year even if each were one step of the smallest network.
+
+    >>> check_epochs(10**26)
+    Traceback (most recent call last):
+    curvlab.exceptions.SpecError: epochs=1.00e+26 take at least 3.2e+14 years, ...
+    """
+    if epochs > EPOCHS_OF_A_YEAR:
+        count = Decimal(epochs)  # no float has more than 308 digits
+        raise SpecError(
+            f"epochs={count:.3g} take at least {count / EPOCHS_OF_A_YEAR:.2g} years, at a tenth of a "
+            f"millisecond for each. Use fewer: a larger number continues a finished run"
+        )

@@ -130,11 +130,11 @@ class Setup:
             loaded = self.load_data()
             found = replace(found, widths=(loaded.features, *found.widths[1:-1], loaded.outputs))
         else:
-            found = self._fitted(found)
+            found = self._fit_ends(found)
         chosen: Architecture = found
         return chosen
 
-    def _fitted(self, found: Architecture) -> Architecture:
+    def _fit_ends(self, found: Architecture) -> Architecture:
         """Its open ends taken from the data set, which is loaded only where its settings do not tell."""
         from curvlab.data import dataset
 
@@ -325,7 +325,7 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
     path = Path(path)
     if not path.is_file():  # a pipe would be waited for, and a device read without end
         raise SpecError(f"checkpoint {path} cannot be read: it is no file. Give the path of a state dict")
-    state = _read(path)
+    state = _read_model(path)
     for name in WRAPPINGS:
         if isinstance(state, Mapping) and isinstance(state.get(name), Mapping):
             state = state[name]
@@ -337,7 +337,7 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
         raise _misfit(path, error) from error
 
 
-def _read(path: Path) -> Any:
+def _read_model(path: Path) -> Any:
     import torch
 
     try:

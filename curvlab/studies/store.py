@@ -166,7 +166,7 @@ class Store:
 
     def _repair(self) -> None:
         """Move faulty lines aside, the rejected first: a crash in between doubles but never loses."""
-        lines = _read(self.path)
+        lines = _read_lines(self.path)
         _, bad_lines = _parse(lines, self._check)
         if not bad_lines:
             return
@@ -181,7 +181,7 @@ class Store:
         signature = _signature(self.path)
         if self._fresh or signature == self._signature:
             return
-        self._rows, bad_lines = _parse(_read(self.path), self._check)
+        self._rows, bad_lines = _parse(_read_lines(self.path), self._check)
         self._keys = {row["key"] for row in self._rows}
         if self._read_only:
             self._report(bad_lines)
@@ -197,7 +197,7 @@ class Store:
 def refuse_foreign_results(folder: Path) -> None:
     """Raise where the results.jsonl of `folder` is not curvlab's: it has lines, and none of them is a row."""
     path = folder / "results.jsonl"
-    lines = _read(path)
+    lines = _read_lines(path)
     rows, _ = _parse(lines)
     if lines and not rows and not _is_first_row_torn(lines):
         raise ResultsFolderError(
@@ -315,7 +315,7 @@ def _plain(value: Any, non_finite: Any) -> Any:
     )
 
 
-def _read(path: Path) -> list[bytes]:
+def _read_lines(path: Path) -> list[bytes]:
     try:
         if path.exists() and not path.is_file():  # opening a pipe would wait for whoever writes to it
             raise StoreError(f"cannot read {path}: it is no file; move it, or choose another folder")
@@ -424,7 +424,7 @@ def _acquire(folder: Path) -> FileLock | None:
     except Timeout:
         return None
     except OSError as error:
-        raise _unwritable(folder, error) from error
+        raise _unwritable_error(folder, error) from error
     return lock
 
 
@@ -438,7 +438,7 @@ def _write_holder(folder: Path, command: str) -> None:
     try:
         write_text_atomic(folder / ".run.json", json.dumps(holder) + "\n")
     except OSError as error:
-        raise _unwritable(folder, error) from error
+        raise _unwritable_error(folder, error) from error
 
 
 def _holder(folder: Path) -> str:
@@ -451,6 +451,6 @@ def _holder(folder: Path) -> str:
         return "another process, which has not said who it is (.run.json is missing there)"
 
 
-def _unwritable(folder: Path, error: OSError) -> ResultsFolderError:
+def _unwritable_error(folder: Path, error: OSError) -> ResultsFolderError:
     reason = error.strerror or error
     return ResultsFolderError(f"cannot write to the folder {folder}: {reason}. Choose another with -o DIR")

@@ -1,6 +1,6 @@
 """Learning rate and damping of an optimizer, chosen on a validation set by successive halving.
 
-A curve of training says something of a method only where its learning rate (and α) suits it. All contestants
+A training curve tells of a method only where its learning rate (and α) suits it. All contestants
 are therefore tuned alike: each has a grid of as many points, and training is spent on them in *rungs*. On the
 first rung every point is trained for a few epochs; the best third goes on to the next rung, which is longer;
 on the last rung the lowest validation loss decides:

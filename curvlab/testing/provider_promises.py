@@ -210,7 +210,7 @@ def check_fresh(subject: Subject) -> None:
         except StaleError:
             return
     told = any(issubclass(warning.category, StaleWarning) for warning in caught)
-    require(told, "its curvature is used after a parameter has changed, and does not say so")
+    require(told, "its curvature is used after a parameter has changed, and gives no warning of it")
 
 
 def _vectors(block: Block) -> tuple[Tensor, Tensor]:

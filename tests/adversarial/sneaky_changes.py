@@ -389,29 +389,22 @@ changed(
     lambda net, made: net[1].running_mean.add_(1),
     net=lambda: nn.Sequential(linear(4), nn.BatchNorm1d(3), nn.Tanh(), linear(3)).eval(),
 )
+
+
+def convolutional() -> nn.Module:
+    unflatten, pool = nn.Unflatten(1, (1, 4)), nn.AdaptiveAvgPool1d(1)
+    return nn.Sequential(unflatten, nn.Conv1d(1, 3, 2), nn.Tanh(), pool, nn.Flatten(), linear(3))
+
+
 changed(
     "a stride changed",
     lambda net, made: setattr(net[1], "stride", (2,)),
-    net=lambda: nn.Sequential(
-        nn.Unflatten(1, (1, 4)),
-        nn.Conv1d(1, 3, 2),
-        nn.Tanh(),
-        nn.AdaptiveAvgPool1d(1),
-        nn.Flatten(),
-        linear(3),
-    ),
+    net=convolutional,
 )
 changed(
     "a padding changed",
     lambda net, made: setattr(net[1], "padding", (1,)),
-    net=lambda: nn.Sequential(
-        nn.Unflatten(1, (1, 4)),
-        nn.Conv1d(1, 3, 2),
-        nn.Tanh(),
-        nn.AdaptiveAvgPool1d(1),
-        nn.Flatten(),
-        linear(3),
-    ),
+    net=convolutional,
 )
 changed(
     "a layer of a list swapped",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +13,47 @@ import curvlab
 from curvlab.architectures import architecture
 from curvlab.linalg.execution import host_costs
 from curvlab.optim import SecondOrder
+from curvlab.studies.setup import Setup
+from curvlab.studies.train.plan import TrainPlan
+from curvlab.studies.train.run import TrainRun
 from tests.simdev.device import Counts, Sim
+from tests.solver_cases import PROVIDERS
 
-__all__ = ["CHAIN", "COUNTED", "NETWORKS", "chain", "cnn", "counts_of_step", "problem", "residual", "seeded"]
+__all__ = [
+    "CHAIN",
+    "COUNTED",
+    "EVERY_PROVIDER",
+    "NETWORKS",
+    "STRUCTURES",
+    "chain",
+    "cnn",
+    "counts_of_step",
+    "problem",
+    "reads_in_training",
+    "reads_of_step",
+    "residual",
+    "seeded",
+]
 
 CHAIN = (24, 16, 12, 10, 8, 8, 6, 5, 4)
 """As many layers as 3072-1024-…-10, narrow."""
+
+STRUCTURES = [
+    f"{provider}structure={structure}]"
+    for provider in ("fisher[", "gauss-newton[kind=rows,", "pch[kind=rows,")
+    for structure in ("ekfac", "diagonal", "block", "layer", "full")
+]
+OTHER_KINDS = [
+    "gauss-newton[kind=rows]",
+    "gauss-newton[structure=full,kind=exact]",
+    "pch[poseig=last]",
+    "pch[kind=rows]",
+    "pch[kind=rows,poseig=node]",
+    "pch[kind=exact]",
+    "hessian[kind=rows]",
+]
+EVERY_PROVIDER = [*PROVIDERS, *OTHER_KINDS, *STRUCTURES]
+"""Kinds and structures too, of each what makes a difference to how a step is taken."""
 
 Made = tuple[nn.Module, Tensor, Tensor]
 
@@ -76,3 +112,40 @@ def counts_of_step(sim: Sim, network: str, provider: str, solver: str) -> Counts
     with sim.counted() as counting:
         optimizer.step(inputs, targets)
     return counting.counts
+
+
+def reads_of_step(sim: Sim, provider: str, solver: str, **options: Any) -> int:
+    """The reads of the second step of a pair on the narrow chain."""
+    host_costs.cache_clear()
+    model, inputs, targets = (own.to("sim") for own in seeded("chain"))
+    optimizer = SecondOrder(model, "cross-entropy", provider, solver, lr=0.1, alpha=0.1, **options)
+    optimizer.step(inputs, targets)
+    with sim.counted() as counting:
+        optimizer.step(inputs, targets)
+    return counting.counts.reads
+
+
+def reads_in_training(sim: Sim, optimizer: str) -> tuple[list[int], list[int]]:
+    """The reads of every step of a training of two epochs of six, and apart those of each epoch's scores."""
+    host_costs.cache_clear()
+    arch = "64-32-24-20-16-14-12-11-10"
+    setup = Setup(data="digits[train=120]", arch=arch, batch=20, device="sim")
+    run = TrainRun(TrainPlan(setup, optimizer=optimizer, epochs=2))
+    run.begin()
+    steps: list[int] = []
+    scores: list[int] = []
+    score = run._score
+
+    def counted() -> dict[str, float]:
+        with sim.counted() as own:
+            found = score()
+        scores.append(own.counts.reads)
+        return found
+
+    run._score = counted  # type: ignore[method-assign]
+    while not run.finished:
+        before = len(scores)
+        with sim.counted() as counting:
+            run.advance()
+        steps.append(counting.counts.reads - sum(scores[before:]))
+    return steps, scores

@@ -7,8 +7,8 @@ import torch
 
 from curvlab.criteria.base import check_labels
 from curvlab.exceptions import ProblemError
+from curvlab.linalg.execution import collected
 from curvlab.linalg.inverse import NotPositiveDefiniteError, cholesky_shifted
-from curvlab.linalg.pending import collected
 from tests.simdev.device import Sim
 
 pytestmark = pytest.mark.device

@@ -12,6 +12,7 @@ from PIL import Image
 from curvlab.data import dataset
 from curvlab.data.base import Batches, Examples
 from curvlab.data.inputs import FileInputs, Standardisation
+from curvlab.distributed.communicator import rank_batches
 from curvlab.measure.device import send
 from tests.simdev.device import Sim
 
@@ -31,6 +32,18 @@ def test_an_epoch_uploads_its_order_once_and_waits_for_nothing(sim: Sim) -> None
     for (x, y), (expected_x, expected_y) in zip(batches, own.batches(100, seed=1), strict=True):
         assert torch.equal(x.cpu(), expected_x)
         assert torch.equal(y.cpu(), expected_y)
+
+
+def test_an_epoch_of_train_uploads_its_order_once(sim: Sim) -> None:
+    """Every rank has its rows of every batch; two uploads a batch before."""
+    own = dataset("digits").load(seed=0)
+    there = own.to("sim").batches(100, seed=1)
+    with sim.counted() as counting:
+        halves = [list(rank_batches(there, rank, 2)) for rank in range(2)]
+    assert counting.counts.uploads == 2
+    for (x, y), *parts in zip(own.batches(100, seed=1), *halves, strict=True):
+        for whole, pieces in zip((x, y), zip(*parts, strict=True), strict=True):
+            assert torch.equal(torch.cat([piece.cpu() for piece in pieces]), whole)
 
 
 def test_a_pinned_copy_that_need_not_wait_does_not(sim: Sim) -> None:
@@ -84,6 +97,10 @@ def test_files_are_decoded_one_batch_ahead_by_another_thread(
     assert len(decoded) == 2
     assert all(name.startswith("curvlab-batches") for _, name in decoded)
     whole = [first, *batches]
+    assert [name for _, name in decoded if not name.startswith("curvlab-batches")] == []
+    decoded.clear()
+    next(rank_batches(Batches(examples, torch.arange(6), 2), 0, 1))  # as `train` asks for them
+    assert all(name.startswith("curvlab-batches") for _, name in decoded)
     plain = list(Batches(Examples(files, torch.arange(6)), torch.arange(6), 2))
     for (x, y), (expected, labels) in zip(whole, plain, strict=True):
         assert x.device.type == y.device.type == "sim"

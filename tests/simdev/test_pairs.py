@@ -18,13 +18,11 @@ import curvlab
 from curvlab.exceptions import CurvlabError, ProblemError, SpecError
 from curvlab.measure import device as devices
 from curvlab.optim import SecondOrder
-from tests.simdev.cases import NETWORKS, problem, seeded
+from tests.simdev.cases import EVERY_PROVIDER, NETWORKS, problem, seeded
 from tests.simdev.device import Sim
-from tests.solver_cases import PROVIDERS, SOLVERS
+from tests.solver_cases import SOLVERS
 
 pytestmark = pytest.mark.device
-
-ROWS = ("pch[kind=rows]", "gauss-newton[kind=rows]", "fisher[sharing=reduce]")
 
 
 def outcome(provider: str, solver: str, own: curvlab.Problem) -> dict[str, Tensor] | str:
@@ -51,7 +49,7 @@ def check_equal(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("network", NETWORKS)
-@pytest.mark.parametrize("provider", [*PROVIDERS, *ROWS])
+@pytest.mark.parametrize("provider", [*EVERY_PROVIDER, "fisher[sharing=reduce]"])
 def test_directions_equal_the_cpu_s_and_stay_on_their_device(sim: Sim, provider: str, network: str) -> None:
     """On device 1 while device 0 is the current one, which then gets nothing."""
     made = seeded(network)

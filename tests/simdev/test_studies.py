@@ -114,7 +114,9 @@ def test_the_phases_of_a_pair_are_the_device_s_time(sim: Sim) -> None:
 @pytest.mark.slow
 def test_a_comparison_on_the_device_has_the_cpu_s_numbers(sim: Sim) -> None:
     options = {"providers": ["fisher", "pch-1"], "solvers": ["kfi", "ea-cg"], "epochs": 1, "repetitions": 1}
-    ours, theirs = (curvlab.compare(setup_on(device), **options) for device in ("sim", "cpu"))
+    with sim.counted(0) as elsewhere:
+        ours, theirs = (curvlab.compare(setup_on(device), **options) for device in ("sim:1", "cpu"))
+    assert elsewhere.counts.allocations == 0
     assert set(ours.cells["status"]) == {"ok"}
     for column in ("iterations", "residual"):
         assert ours.cells[column].notna().all()
@@ -220,13 +222,22 @@ def test_a_plan_needs_no_device(sim: Sim) -> None:
 
 
 PROVIDERS = ["fisher", "pch-1", "gauss-newton", "hessian"]
+KINDS = ["pch[kind=rows]", "pch[kind=exact]", "hessian[kind=rows]", "pch[kind=rows,structure=layer]"]
+STRUCTURES = ["fisher[structure=full]", "fisher[structure=ekfac]", "gauss-newton[kind=rows,structure=block]"]
 SOLVERS = ["kfi", "sm-kfi", "cg", "ea-cg", "exact"]
 QUICK = {"solvers": SOLVERS, "epochs": 0, "repetitions": 1}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("lacking", "providers"), [("float64", PROVIDERS[:2]), ("eigendecompositions", PROVIDERS)]
+    ("lacking", "providers"),
+    [
+        ("float64", PROVIDERS[:2]),
+        ("float64", KINDS[:2]),
+        ("eigendecompositions", PROVIDERS),
+        ("eigendecompositions", KINDS),
+        ("eigendecompositions", STRUCTURES),
+    ],
 )
 def test_every_pair_of_a_comparison_gives_a_row_where_the_device_lacks(
     sim: Sim, lacking: str, providers: list[str]

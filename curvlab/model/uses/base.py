@@ -389,18 +389,18 @@ class BroadcastUse(Use):
     def _contributions(self, gradient: Tensor) -> Tensor:
         """g ⊙ ∂z/∂θ, entry by entry of the output: (…, *output)."""
 
-    def _aligned(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def _broadcast_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The parameter's shape as torch's broadcasting reads it, from the last dimension."""
         return shape
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        aligned = self._aligned(shape)
+        aligned = self._broadcast_shape(shape)
         missing = self.inputs.ndim - len(aligned)
         return missing > 0 or (missing == 0 and aligned[0] == 1)
 
     def example_gradients(self, gradient: Tensor, shape: tuple[int, ...]) -> Tensor:
         output = self.inputs.shape
-        aligned = self._aligned(shape)
+        aligned = self._broadcast_shape(shape)
         missing = len(output) - len(aligned)
         if not self.fits(shape):
             raise ProblemError(
@@ -470,7 +470,7 @@ class ScaleShiftUse(BroadcastUse):
         """Not where a channel is a dimension of its own behind the examples."""
         return not self.channels_first
 
-    def _aligned(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def _broadcast_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (*shape, *(1,) * (self.inputs.ndim - 2)) if self.channels_first else shape
 
 

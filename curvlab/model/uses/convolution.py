@@ -29,8 +29,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from curvlab.exceptions import ProblemError
-from curvlab.linalg.execution import deferring
-from curvlab.linalg.pending import Limits, require
+from curvlab.linalg.execution import Limits, deferring, require
 from curvlab.linalg.views import Layout
 from curvlab.measure import device
 from curvlab.model.uses.base import WeightUse, constant_value, repeats_one
@@ -112,7 +111,7 @@ class ConvolutionUse(WeightUse):
 
     def _columns(self, first: int, last: int | None) -> Tensor:
         """All patches of these examples: (G, n, images, positions of one)."""
-        patches = self._patches.columns(self._prepared(self._images(first, last)))
+        patches = self._patches.columns(self._patch_source(self._images(first, last)))
         return self._in_order_of_taps(patches, 1)
 
     def _images(self, first: int, last: int | None) -> Tensor:
@@ -126,7 +125,7 @@ class ConvolutionUse(WeightUse):
     def sampled_rows(self, index: Tensor) -> Tensor:
         per_image = prod(self.output_sizes)
         image = torch.arange(self.examples, device=index.device)[:, None] * self.folds + index // per_image
-        places = _unravelled(index % per_image, self.output_sizes)
+        places = _unravel(index % per_image, self.output_sizes)
         # Which entry of the unpadded, flattened image each tap reads, if it reads one: (examples, q, taps).
         source = torch.zeros_like(index)[..., None]
         reads = torch.ones_like(source, dtype=torch.bool)
@@ -204,13 +203,13 @@ class ConvolutionUse(WeightUse):
         Weights that differ between images only are given to the images before anything is unfolded.
         """
         per_image = weights.reshape(len(self.inputs), -1)
-        sample = self._prepared(self.inputs[:1])
+        sample = self._patch_source(self.inputs[:1])
         axis = self._patches.shared_axis(sample.shape[2:])
         if axis is None or not _equal_along_rows(per_image) or _any_negative(per_image):
             return self._unfolded_second_moment(per_image)
         roots = per_image[:, 0].abs().sqrt().reshape(-1, *(1,) * (self.inputs.ndim - 1))
         chunks = (
-            self._prepared(self._images(first, last) * roots[first * self.folds : last * self.folds])
+            self._patch_source(self._images(first, last) * roots[first * self.folds : last * self.folds])
             for first, last in self.ranges(self.folds * self._patches.strip_entries(sample, axis))
         )
         found = self._patches.second_moment(chunks, axis)
@@ -218,7 +217,7 @@ class ConvolutionUse(WeightUse):
         found = found * per_image[0, 0].sign() if repeats_one(per_image) else found
         return self._in_order_of_taps(found, 1, 2)
 
-    def _prepared(self, images: Tensor) -> Tensor:
+    def _patch_source(self, images: Tensor) -> Tensor:
         """The images whose patches the rows are."""
         return images
 
@@ -297,7 +296,7 @@ class TransposedConvolutionUse(ConvolutionUse):
             [(n - 1) * s + 1 for n, s in zip(self.inputs.shape[2:], self.stride, strict=True)]
         )
 
-    def _prepared(self, images: Tensor) -> Tensor:
+    def _patch_source(self, images: Tensor) -> Tensor:
         """The images with stride - 1 zeros between neighbours."""
         sizes = [(n - 1) * s + 1 for n, s in zip(images.shape[2:], self.stride, strict=True)]
         stuffed = images.new_zeros(*images.shape[:2], *sizes)
@@ -374,7 +373,7 @@ def _any_negative(values: Tensor) -> bool:
     return device.readable(values) and bool((values < 0).any())
 
 
-def _unravelled(index: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+def _unravel(index: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     """The place of each index along every dimension; torch's own brings the sizes to the device each time."""
     places = []
     for size in reversed(sizes):

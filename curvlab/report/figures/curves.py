@@ -21,6 +21,7 @@ from matplotlib.ticker import MaxNLocator
 from curvlab.report.drawing import (
     FONT,
     LINES,
+    SMALL,
     WIDTH,
     Look,
     dress,
@@ -310,7 +311,7 @@ def _finish(ax: Axes, look: Look, known: pd.DataFrame) -> Axes:
     return ax
 
 
-LAYERS_SIZE, MOST = (7.0, 4.0), 24
+FEW, MOST = 8, 24  # layers: so many stand on a small figure; of more than the second every so many is named
 KINDS = {"largest": "-", "median": ":"}
 
 
@@ -328,7 +329,8 @@ def eigenvalue_points(
     ['0', '2']
     """
     layers = list(dict.fromkeys(spectra["layer"].astype(str)))
-    ax, look = get_axes(ax, *LAYERS_SIZE), look_of(look, spectra.assign(solver=""))
+    size = (SMALL, 4.0) if len(layers) <= FEW else (7.0, 4.0)
+    ax, look = get_axes(ax, *size), look_of(look, spectra.assign(solver=""))
     if not (spectra["largest"].astype(float) > 0).any():
         return empty(ax, look, "no layer has a positive eigenvalue")
     providers = list(dict.fromkeys(spectra["provider"].astype(str)))
@@ -355,9 +357,9 @@ def eigenvalue_points(
     if alpha is not None and 0 < alpha < 1:
         ax.axhline(alpha / (1 - alpha), color=look.theme.muted, linewidth=3, alpha=0.8, zorder=1)
         ends.append(Line2D([], [], color=look.theme.muted, linewidth=3, label="damping α/(1-α)"))
-    step = -(-len(layers) // MOST)  # of many layers every so many are named
+    step = -(-len(layers) // MOST)
     ax.set_xticks(range(0, len(layers), step), [shorten(name) for name in layers[::step]])
-    ax.tick_params(axis="x", rotation=0 if len(layers) <= 8 else 60)
+    ax.tick_params(axis="x", rotation=0 if len(layers) <= FEW and max(map(len, layers)) <= 5 else 60)
     ax.set(xlabel="layer", ylabel="eigenvalue")
     log_axis(ax, "y")
     dress(ax, look)

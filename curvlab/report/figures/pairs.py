@@ -28,6 +28,7 @@ from curvlab.report.drawing import (
     Look,
     dress,
     empty,
+    figure_of,
     get_axes,
     handles,
     legend,
@@ -363,8 +364,7 @@ def _name_points(
     ax: Axes, look: Look, pairs: Sequence[Candidate], ahead: Sequence[Candidate], unit: Unit
 ) -> None:
     """The names on the front, each at the first place where it covers no marker, whisker, line or name."""
-    figure = ax.get_figure(root=True)
-    assert figure is not None
+    figure = figure_of(ax)
     figure.draw_without_rendering()  # the legend takes its room, and the axes have their final width
     taken = [*(_extent(ax, pair, unit) for pair in pairs), *_stairs(ax, undominated(pairs), unit)]
     inside = ax.get_window_extent()

@@ -31,7 +31,15 @@ from curvlab import defaults, imports
 from curvlab.exceptions import ArgumentError, SpecError, unknown_name
 from curvlab.measure.environment import source_hash
 from curvlab.specs import Registry
-from curvlab.studies.schema import Setting, extra_columns, extra_settings, setting, settings_of
+from curvlab.studies.schema import (
+    Setting,
+    check_epochs,
+    check_rate,
+    extra_columns,
+    extra_settings,
+    setting,
+    settings_of,
+)
 from curvlab.studies.setup import SETUP, Setup
 from curvlab.studies.store import key_of
 from curvlab.studies.train.plan import TRAIN_BATCH
@@ -245,8 +253,7 @@ class Settings:
 
     def _check(self) -> None:
         from curvlab.solvers import Mixed
-        from curvlab.studies.train.optimizers import check_rate, optimizers
-        from curvlab.studies.train.plan import check_epochs
+        from curvlab.studies.train.optimizers import optimizers
 
         for one in _own_and_extra():
             one.check(self.value(one.name))

@@ -37,6 +37,7 @@ from curvlab.curvature import Curvature, LayerCurvature
 from curvlab.defaults import PROVIDERS
 from curvlab.linalg import poseig
 from curvlab.linalg.execution import full_precision
+from curvlab.model.layers import Chain
 from curvlab.model.recording import ChainRecording
 from curvlab.problem import Problem
 from curvlab.providers import GaussNewton, Hessian, Provider, estimate
@@ -228,28 +229,27 @@ def _all_weight_errors(
     budget: Budget,
 ) -> tuple[list[list[Measured]], int, list[str]]:
     """The errors of weight blocks of each provider and layer, how many probes they are from, and notes."""
-    if problem.chain is not None and not problem.streamed and budget.take(_yardstick_cost(problem, numbers)):
+    chain = None if problem.streamed else problem.chain
+    if chain is not None and budget.take(_yardstick_cost(chain, problem.examples(), numbers)):
         sticks = [weight_yardstick(_recording(problem), number - 1) for number in numbers]
         pairs = zip(specs, curvatures, strict=True)
         layers = exact.layers
         return [_weight_errors(problem, spec, one, layers, numbers, sticks) for spec, one in pairs], 0, []
     probed, norms, probes = probed_weight_errors(problem, exact, curvatures, budget)
     notes = [] if probes else ["no error of weight blocks: a random product with each is beyond the limit"]
-    return [[_probed(layer, one, norms) for layer in exact.layers] for one in probed], probes, notes
+    return [[_read_probes(layer, one, norms) for layer in exact.layers] for one in probed], probes, notes
 
 
-def _probed(layer: LayerCurvature, found: Mapping[str, float], norms: Mapping[str, float]) -> Measured:
+def _read_probes(layer: LayerCurvature, found: Mapping[str, float], norms: Mapping[str, float]) -> Measured:
     name = layer.weight_name or ""
     error = found.get(name, math.nan)
     norm = math.nan if math.isnan(error) else norms.get(name, math.nan)
     return {"weight_error": error, "weight_norm": norm, "weight_floor": math.nan}
 
 
-def _yardstick_cost(problem: Problem, numbers: list[int]) -> float:
+def _yardstick_cost(chain: Chain, examples: int, numbers: list[int]) -> float:
     """Operations of the exact yardsticks: a product through the layers above for each output unit."""
-    assert problem.chain is not None
-    layers, examples = problem.chain.layers, problem.examples()
-    total = 0.0
+    layers, total = chain.layers, 0.0
     for number in numbers:
         above = sum(layer.in_features * layer.out_features for layer in layers[number:])
         units = layers[number - 1].out_features

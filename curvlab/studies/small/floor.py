@@ -4,8 +4,8 @@
     on a CPU             operations · host cost + Σ max(flops / peak, bytes / bandwidth)
 
 An accelerator works while its host launches; a CPU does both in turn. The rates are those of a data sheet,
-which no kernel reaches, or calibrated on the machine at hand. A floor is no measurement and never shown as
-one.
+which no kernel reaches; or calibrated on the machine at hand, by kind of operation and size (`speeds`). A
+floor is no measurement and never shown as one.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import nan
-from statistics import median
 
 import torch
 from torch import nn
@@ -23,20 +21,21 @@ from curvlab.linalg.execution import host_costs
 from curvlab.measure import device as devices
 from curvlab.measure.data_sheets import LAUNCH_SOURCE, data_sheet
 from curvlab.measure.operations import Operations, operations
-from curvlab.measure.stopwatch import timed
+from curvlab.measure.stopwatch import interleaved
 from curvlab.problem import Problem
 from curvlab.studies.compare.costs import Pair, fresh
+from curvlab.studies.small.speeds import Speeds, measure_speeds
 
-__all__ = ["Calibration", "Rates", "calibrate", "host_cost", "rates_of"]
+__all__ = ["Calibration", "Rates", "calibrate", "rates_of"]
 
-PRODUCT, STREAM, ROUNDS = 768, 1 << 24, 5
+ROUNDS = 9
 TINY = (4, 4, 4, 3)
 CHECKED = (256, 128, 64, 10), 128
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Operations and bytes a second, seconds a launch (on a CPU: an operation) and a read."""
+    """Operations and bytes per second, and seconds per launch (on a CPU: per operation) and per read."""
 
     name: str
     flops: float
@@ -46,10 +45,17 @@ class Rates:
     source: str
     memory: int | None = None
     overlapping: bool = True
+    speeds: Speeds | None = None
+
+    def device_seconds(self, asked: Operations) -> float:
+        """What the arithmetic and the memory traffic take."""
+        if self.speeds is not None:
+            return self.speeds.seconds(asked)
+        return asked.seconds(self.flops, self.bandwidth)
 
     def floor(self, asked: Operations) -> float:
         """The least seconds of a run."""
-        device = asked.seconds(self.flops, self.bandwidth)
+        device = self.device_seconds(asked)
         host = self.launch * (len(asked.launches) + (0 if self.overlapping else asked.views))
         if self.overlapping:
             return max(host, device) + asked.reads * self.read
@@ -64,7 +70,7 @@ class Rates:
         >>> rates.verdict(found).partition(":")[0]
         'launch bound'
         """
-        device = asked.seconds(self.flops, self.bandwidth)
+        device = self.device_seconds(asked)
         host = self.launch * len(asked.launches) + asked.reads * self.read
         if host > device:
             return f"launch bound: launches and reads take {_times(host, device)} its arithmetic"
@@ -105,47 +111,50 @@ class Calibration:
 
 
 def calibrate(device: str | torch.device = "cpu", pair: Pair | None = None) -> Calibration:
-    """Measure peak, bandwidth and host cost on a device that is here, and check them on one small network."""
+    """Measure speeds and host cost on a device that is here, and check them on one small network.
+
+    The host's cost of an operation is that of the pair on a network of widths 4, so small that nothing else
+    counts. It takes turns with the network that is checked: a slow moment of the machine is one for both.
+    """
     device = torch.device(device)
     pair = pair or Pair("fisher", "kfi", 0.1)
-    square = torch.ones(PRODUCT, PRODUCT, device=device)
-    stream = torch.ones(STREAM, device=device)
-    flops = 2 * PRODUCT**3 / _seconds(lambda: square @ square, device)
-    bandwidth = 12 * STREAM / _seconds(lambda: torch.add(stream, stream), device)
-    cost = host_cost(pair, device)
+    speeds = measure_speeds(device)
+    tiny, checked = _Run.of(pair, TINY, 16, device), _Run.of(pair, *CHECKED, device)
+    timings = interleaved({"tiny": tiny.work, "checked": checked.work}, ROUNDS, device)
+    cost = timings["tiny"].median / max(1, len(tiny.asked.launches) + tiny.asked.views)
     on_cpu = device.type == "cpu"
-    read = 0.0 if on_cpu else host_costs(device).read
     rates = Rates(
-        devices.describe(device), flops, bandwidth, cost, read, "calibrated here", overlapping=not on_cpu
+        devices.describe(device),
+        max(value for _, value in speeds.product.points),
+        speeds.stream.points[-1][1],
+        cost,
+        0.0 if on_cpu else host_costs(device).read,
+        "calibrated here",
+        overlapping=not on_cpu,
+        speeds=speeds,
     )
-    asked, measured = asked_and_measured(pair, *CHECKED, device)
-    return Calibration(rates, rates.floor(asked), measured)
+    return Calibration(rates, rates.floor(checked.asked), timings["checked"].median)
 
 
-def host_cost(pair: Pair, device: str | torch.device = "cpu") -> float:
-    """Seconds the host takes for one operation of a pair, on a network so small that nothing else counts."""
-    asked, measured = asked_and_measured(pair, TINY, 16, device)
-    return measured / max(1, len(asked.launches) + asked.views)
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """A pair on a fully-connected network, and what it asks of the device."""
 
+    asked: Operations
+    work: Callable[[], object]
 
-def asked_and_measured(
-    pair: Pair, widths: Sequence[int], batch: int, device: str | torch.device
-) -> tuple[Operations, float]:
-    """What a pair asks of a device on a fully-connected network, and the seconds that it takes."""
-    layers: list[nn.Module] = []
-    for fan_in, fan_out in pairwise(widths):
-        layers += [nn.Linear(fan_in, fan_out), nn.Sigmoid()]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = nn.Sequential(*layers[:-1]).to(device)
-        inputs = torch.randn(batch, widths[0]).to(device)
-    problem = Problem(model, "cross-entropy", inputs, torch.arange(batch, device=device) % widths[-1])
-    pair.run(problem)
-    with operations() as asked:
-        pair.run(fresh(problem))
-    return asked, _seconds(lambda: pair.run(fresh(problem)), device)
-
-
-def _seconds(work: Callable[[], object], device: str | torch.device) -> float:
-    work()
-    return median(timed(work, device)[0] for _ in range(ROUNDS)) or nan
+    @classmethod
+    def of(cls, pair: Pair, widths: Sequence[int], batch: int, device: torch.device) -> _Run:
+        """The same network every time."""
+        layers: list[nn.Module] = []
+        for fan_in, fan_out in pairwise(widths):
+            layers += [nn.Linear(fan_in, fan_out), nn.Sigmoid()]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = nn.Sequential(*layers[:-1]).to(device)
+            inputs = torch.randn(batch, widths[0]).to(device)
+        problem = Problem(model, "cross-entropy", inputs, torch.arange(batch, device=device) % widths[-1])
+        pair.run(problem)
+        with operations() as asked:
+            pair.run(fresh(problem))
+        return cls(asked, lambda: pair.run(fresh(problem)))

@@ -176,7 +176,7 @@ def _run_cell(indexed: tuple[int, _Cell]) -> Row:
     try:
         with fake_problem(cell.subject) as problem:
             used = usage(cell.pair, problem)
-            asked = {} if cell.device is None else _asked(cell, problem)
+            asked = {} if cell.device is None else _demand_row(cell, problem)
     except Exception as error:
         return failure(cell.head, error)
     return cell.head | {
@@ -192,7 +192,7 @@ def _run_cell(indexed: tuple[int, _Cell]) -> Row:
     }
 
 
-def _asked(cell: _Cell, problem: Problem) -> Row:
+def _demand_row(cell: _Cell, problem: Problem) -> Row:
     """What the pair asks of the device, and the floor of its seconds."""
     elsewhere = str(cell.device).partition(":")[0] != "cpu"
     with operations(elsewhere) as asked:

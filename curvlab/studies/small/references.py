@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from curvlab.curvature import Curvature, LayerCurvature
 from curvlab.curvature_layers import SharedLayer
 from curvlab.exceptions import CurvlabError
+from curvlab.linalg.execution import in_float64
 from curvlab.measure.operations import counting
 from curvlab.model.network import ModelCall
 from curvlab.model.products import ModelProducts
@@ -93,19 +94,19 @@ class OutputBlocks:
         if name is not None:
             block = self.exact.blocks[name]
             product = lambda: block @ torch.zeros(block.shape).to(block.example)  # noqa: E731
-            return block.to_dense() if self._affordable(layer, block.numel, product) else None
+            return block.to_dense() if self._is_affordable(layer, block.numel, product) else None
         size = _output_size(self.problem, layer.name)
         if size is None:
             self.left_out[layer.name] = "it has no bias and no module whose outputs could be shifted"
             return None
         with _shifted_outputs(self.problem, layer.name, size) as products:
-            if not self._affordable(layer, size, lambda: products(torch.zeros(size))):
+            if not self._is_affordable(layer, size, lambda: products(torch.zeros(size))):
                 return None
             columns = [products(unit) for unit in torch.eye(size)]
         dense = torch.stack(columns)
         return (dense + dense.T) / 2
 
-    def _affordable(self, layer: LayerCurvature, size: int, product: Callable[[], object]) -> bool:
+    def _is_affordable(self, layer: LayerCurvature, size: int, product: Callable[[], object]) -> bool:
         if size > DENSE_UP_TO:
             self.left_out[layer.name] = f"its block has {size:,} rows, too many to form"
             return False
@@ -212,7 +213,7 @@ def probed_weight_errors(
 
 
 def _add(held: dict[str, float], name: str, vector: Tensor) -> None:
-    held[name] = held.get(name, 0.0) + float(vector.to(torch.float64).square().sum())
+    held[name] = held.get(name, 0.0) + float(in_float64(vector).square().sum())
 
 
 def _product(curvature: Curvature, name: str, vector: Tensor) -> Tensor | None:

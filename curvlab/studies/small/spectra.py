@@ -64,7 +64,7 @@ class SpectrumStudy:
             ("mean eigenvalue", float(self.trace) / self.parameters, float(error) / self.parameters),  # type: ignore[arg-type]
             ("largest eigenvalue", float(self.top.eigenvalues[0]), 0.0),
             ("smallest eigenvalue", self.smallest, 0.0),
-            ("negative mass", self.density.negative_mass, 0.0),
+            ("negative mass", self.density.negative_mass, self.density.negative_mass_error),
             ("outliers", float(len(self.density.outliers)), 0.0),
             ("parameters", float(self.parameters), 0.0),
         ]

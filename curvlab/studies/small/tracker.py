@@ -85,7 +85,7 @@ def _density(reading: Reading) -> Iterator[Measured]:
     reading.density = found
     low, high = found.ends
     yield Measured(float(len(found.outliers)), "outliers")
-    yield Measured(found.negative_mass, "negative mass")
+    yield Measured(found.negative_mass, "negative mass", found.negative_mass_error)
     yield Measured(low, "smallest")
     yield Measured(high, "largest")
 

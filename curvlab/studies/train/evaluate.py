@@ -8,10 +8,11 @@ Where the model gives several predictions per example, (examples, length, output
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from math import nan
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from curvlab.criteria import Criterion
 from curvlab.criteria.base import LossTerms
@@ -19,6 +20,7 @@ from curvlab.data import Examples
 from curvlab.data.base import Batches
 from curvlab.distributed.agreement import agree
 from curvlab.distributed.communicator import LOCAL, Communicator, shard
+from curvlab.linalg.execution import collected
 
 __all__ = ["Score", "evaluate"]
 
@@ -54,19 +56,25 @@ def _sums(
     model: nn.Module, criterion: Criterion, examples: Examples, communicator: Communicator
 ) -> list[float]:
     """Σ c_i ξ_i, Σ c_i and the number of right answers of this rank's examples."""
+    found: list[Tensor] = []  # of every chunk, to be read together
+    with collected() as checks:
+        for inputs, targets in _chunks(examples, communicator):
+            logits = model(inputs)
+            if logits.ndim > 2:
+                terms = LossTerms.of(criterion, logits, targets)
+                logits, targets = terms.logits, terms.targets
+            criterion.check_targets(logits, targets)
+            weights = criterion.weights(logits, targets)
+            weights = logits.new_ones(len(logits)) if weights is None else weights
+            right = weights if examples.labels is None else (logits.argmax(1) == targets).to(weights)
+            found.append(torch.stack([weights * criterion.losses(logits, targets), weights, right]))
+        if checks is not None:
+            checks.read()
     total = weight = correct = 0.0
-    for inputs, targets in _chunks(examples, communicator):
-        logits = model(inputs)
-        if logits.ndim > 2:
-            terms = LossTerms.of(criterion, logits, targets)
-            logits, targets = terms.logits, terms.targets
-        criterion.check_targets(logits, targets)
-        weights = criterion.weights(logits, targets)
-        weights = logits.new_ones(len(logits)) if weights is None else weights
-        total += float((weights * criterion.losses(logits, targets)).cpu().double().sum())
-        weight += float(weights.cpu().double().sum())
-        if examples.labels is not None:
-            correct += float((logits.argmax(1) == targets).sum())
+    ends = accumulate(chunk.shape[1] for chunk in found)
+    for chunk in torch.cat(found, 1).cpu().double().tensor_split(list(ends), 1)[:-1] if found else ():
+        losses, weights, right = (row.sum() for row in chunk)
+        total, weight, correct = total + float(losses), weight + float(weights), correct + float(right)
     return [total, weight, correct]
 
 

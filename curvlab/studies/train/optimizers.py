@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 from curvlab import defaults, imports
 from curvlab.exceptions import SpecError, UserCodeError
 from curvlab.specs import Registry
-from curvlab.studies.schema import setting
+from curvlab.studies.schema import check_rate, setting
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +43,6 @@ __all__ = [
     "OptimizerSpec",
     "SecondOrderSpec",
     "Stepper",
-    "check_rate",
     "optimizers",
 ]
 
@@ -510,15 +509,6 @@ def _torch_optimizer(name: str) -> Callable[..., Any] | None:
         if isinstance(found, type) and issubclass(found, base) and found is not base
     }
     return known.get(name.lower())
-
-
-def check_rate(lr: float, name: str = "lr") -> None:
-    """Raise `SpecError` unless the learning rate is a finite number above zero: else nothing would train.
-
-    >>> check_rate(0.1)
-    """
-    if not 0 < lr < math.inf:
-        raise SpecError(f"{name}={lr}: a learning rate is a finite number above 0, such as 0.1")
 
 
 def _check_fraction(name: str, value: float) -> None:

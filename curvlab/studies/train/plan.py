@@ -11,7 +11,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from decimal import Decimal
 from functools import cached_property
 from math import cos, pi
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from curvlab import specs
 from curvlab.exceptions import SpecError
 from curvlab.specs import Registry
-from curvlab.studies.schema import Column, setting
+from curvlab.studies.schema import Column, check_epochs, setting
 from curvlab.studies.setup import Setup
 from curvlab.studies.store import key_of
 from curvlab.studies.train.optimizers import OptimizerSpec, optimizers
@@ -39,7 +38,6 @@ __all__ = [
     "Schedule",
     "Steps",
     "TrainPlan",
-    "check_epochs",
     "rate_words",
     "rates_of",
     "schedules",
@@ -117,25 +115,6 @@ schedules.register("steps", Steps)
 
 TRAIN_BATCH = 100
 """Examples in a batch of `curvlab train`."""
-
-
-EPOCHS_OF_A_YEAR = 10_000 * 86_400 * 365
-"""At the least that an epoch takes, a tenth of a millisecond: one step of the smallest network."""
-
-
-def check_epochs(epochs: int) -> None:
-    """Refuse epochs that take more than a year even if each were one step of the smallest network.
-
-    >>> check_epochs(10**26)
-    Traceback (most recent call last):
-    curvlab.exceptions.SpecError: epochs=1.00e+26 take at least 3.2e+14 years, ...
-    """
-    if epochs > EPOCHS_OF_A_YEAR:
-        count = Decimal(epochs)  # no float has more than 308 digits
-        raise SpecError(
-            f"epochs={count:.3g} take at least {count / EPOCHS_OF_A_YEAR:.2g} years, at a tenth of a "
-            f"millisecond for each. Use fewer: a larger number continues a finished run"
-        )
 
 
 @dataclass(frozen=True)

@@ -288,11 +288,13 @@ class Tally:
 
     def count(self, solution: Solution) -> None:
         """Add the iterations of a step's blocks."""
+        solution.read(residuals=False)
         self.iterations += sum(block.iterations for block in solution.blocks.values()) / len(solution.blocks)
         self.solves += 1
 
     def sample(self, solution: Solution) -> None:
         """Count, and note the share of blocks that ended in each status, which takes their true residuals."""
+        solution.read()
         self.count(solution)
         ended = Counter(block.status.slug for block in solution.blocks.values())
         self.statuses = {status.slug: ended[status.slug] / len(solution.blocks) for status in Status}
@@ -310,7 +312,7 @@ class TrainRun:
         self.data, self.model, self.criterion = agree(communicator, self._subject, on=self.device)
         self.stepper = self.plan.spec.build(self.model, self.criterion, communicator)
         self.rates = [float(group["lr"]) for group in self.stepper.param_groups]
-        self.evaluated = self._evaluated()
+        self.evaluated = self._evaluation_examples()
         self.epoch = self.steps = 0
         self.closed_seconds = self.closed_cpu = 0.0
         self.last_loss = nan
@@ -327,7 +329,7 @@ class TrainRun:
         # One function for all optimizers: layers that are random in training mode stay quiet.
         return data, self.plan.build_model().eval(), setup.build_criterion()
 
-    def _evaluated(self) -> Examples:
+    def _evaluation_examples(self) -> Examples:
         return self.data.train.at_most(self.plan.evaluate_examples, self.plan.setup.seed)
 
     @cached_property
