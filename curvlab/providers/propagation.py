@@ -110,7 +110,7 @@ class PropagatedCurvature(CurvatureProducts):
     @cached_property
     def _positive_roots(self) -> tuple[CurvatureRoot, ...]:
         assert self.gammas is not None
-        return tuple(CurvatureRoot.positive(mean, self.gammas[0]) for mean in self.means)
+        return tuple(CurvatureRoot.joined(*both, self.gammas[0]) for both in self._roots)
 
     def signed(self, criterion: Criterion) -> bool:
         """Whether there are sides of v⁻; the same on all batches and ranks."""
