@@ -7,9 +7,9 @@
 A gradient is a forward and a backward pass; every step includes its own. The ResNet-18 is that for 32 × 32
 images (SiLU, no norm, 11.2 M parameters), the transformer has 4 blocks of width 256, 65 positions. Methods
 are timed each with a gradient before it, round by round; the figure is the median ratio by the clock.
-`peak` is that of tensor bytes over the gradient's, parameters and batch included in both. One row is
-appended for each network, batch, number of threads and method; what has a row is not measured again:
-a run that ends after `--seconds` goes on where it was.
+`peak` is that of tensor bytes over the gradient's, parameters and batch included in both, counted on one
+number of threads. One row is appended for each network, batch, number of threads and method; what has a row
+is not measured again: a run that ends after `--seconds` goes on where it was.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def seconds_of(work: Work) -> float:
     return perf_counter() - start
 
 
-def measured(cell: Cell, method: Method | None, rounds: int) -> Row:
-    """Times of a method (None: the peer) and of gradients before each, and both peaks."""
+def measured(cell: Cell, method: Method | None, rounds: int, peak: object = None) -> Row:
+    """Times of a method (None: the peer) and of gradients before each, and both peaks unless known."""
     torch.set_num_threads(cell.threads)
     model, x, y = cell.make()
     parameters = list(model.parameters())
@@ -95,10 +95,12 @@ def measured(cell: Cell, method: Method | None, rounds: int) -> Row:
     step = peer_step(own, x, y) if method is None else second_order_step(own, method, x, y)
     gradient(), step()
     pairs = [(seconds_of(gradient), seconds_of(step)) for _ in range(rounds)]
-    bytes_of = [
-        peak_bytes(work, device="cpu", baseline=[*held, x, y])
-        for work, held in ((gradient, parameters), (step, list(own.parameters())))
-    ]
+    if peak is None:
+        of_gradient, of_step = (
+            peak_bytes(work, device="cpu", baseline=[*held, x, y])
+            for work, held in ((gradient, parameters), (step, list(own.parameters())))
+        )
+        peak = of_step / of_gradient
     return {
         **cell.named(PEER if method is None else method.name),
         "gradient_s": median(first for first, _ in pairs),
@@ -106,7 +108,7 @@ def measured(cell: Cell, method: Method | None, rounds: int) -> Row:
         "gradients": median(second / first for first, second in pairs),
         "least": min(second / first for first, second in pairs),
         "most": max(second / first for first, second in pairs),
-        "peak": bytes_of[1] / bytes_of[0],
+        "peak": peak,
         "rounds": rounds,
         "torch": torch.__version__,
     }
@@ -115,6 +117,13 @@ def measured(cell: Cell, method: Method | None, rounds: int) -> Row:
 def read_rows(path: Path) -> list[Row]:
     """The rows so far."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def known_peak(cell: Cell, method: Method | None, rows: list[Row]) -> object:
+    """That of the same step on another number of threads, which is the same: a count of bytes."""
+    wanted = cell.named(PEER if method is None else method.name)
+    same = (r for r in rows if all(r[key] == wanted[key] for key in ("network", "batch", "step")))
+    return next((r["peak"] for r in same), None)
 
 
 def open_cells(cells: list[Cell], rows: list[Row]) -> Iterator[tuple[Cell, Method | None]]:
@@ -168,7 +177,8 @@ def main() -> None:
         for cell, method in open_cells(cells, read_rows(options.rows)):
             if monotonic() > end:
                 break
-            row = measured(cell, method, options.rounds)
+            peak = known_peak(cell, method, read_rows(options.rows))
+            row = measured(cell, method, options.rounds, peak)
             with options.rows.open("a") as file:
                 file.write(json.dumps(row) + "\n")
     print(table(read_rows(options.rows)))

@@ -29,6 +29,7 @@ from curvlab.exceptions import ProblemError, unknown_name
 from curvlab.measure.device import readable
 
 __all__ = [
+    "CALLS",
     "ELU",
     "FUNCTIONS",
     "GELU",
@@ -48,6 +49,7 @@ __all__ = [
     "Tanh",
     "TanhGELU",
     "activation_of",
+    "activation_of_call",
     "by_name",
     "elementwise",
     "module_of",
@@ -84,6 +86,10 @@ class Activation(ABC):
     @abstractmethod
     def derivatives(self, z: Tensor, h: Tensor) -> tuple[Tensor, Tensor | None]:
         """Give σ'(z) and σ''(z), where h = σ(z); the second is None where σ'' = 0 almost everywhere."""
+
+    def second(self, z: Tensor) -> Tensor | None:
+        """Give σ''(z) alone, a tensor of its own."""
+        return self.derivatives(z, self.value(z))[1]
 
 
 class PiecewiseLinear(Activation):
@@ -276,6 +282,13 @@ class SiLU(Activation):
         rest = 1 - s
         return s + h * rest, s * rest * (2 + z * (rest - s))
 
+    def second(self, z: Tensor) -> Tensor:
+        """Give s (1 - s) (2 + z (1 - 2s))."""
+        s = z.sigmoid()
+        rest = 1 - s
+        bracket = (rest - s).mul_(z).add_(2)
+        return s.mul_(rest).mul_(bracket)
+
 
 @dataclass(frozen=True)
 class ELU(Activation):
@@ -322,8 +335,14 @@ class GELU(Activation):
     def derivatives(self, z: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         """Give σ' = Φ + z φ and σ'' = (2 - z²) φ."""
         density = _density(z)
+        return torch.special.ndtr(z) + z * density, self.second(z)
+
+    def second(self, z: Tensor) -> Tensor:
+        """Give (2 - z²) φ."""
         # Beyond 40 the density is zero in every dtype, and z² may be infinite.
-        return torch.special.ndtr(z) + z * density, (2 - z.clamp(-40, 40).square()) * density
+        square = z.clamp(-40, 40).square_()
+        density = (-0.5 * square).exp_().div_(math.sqrt(2 * math.pi))
+        return square.neg_().add_(2).mul_(density)
 
 
 @dataclass(frozen=True)
@@ -488,6 +507,23 @@ def activation_of(module: nn.Module) -> Activation | None:
     return None if find is None else find(module)
 
 
+def activation_of_call(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Activation | None:
+    """The activation that a call of a function is, with its settings; None where there is none.
+
+    >>> activation_of_call(functional.elu, (torch.ones(1), 2.0), {})
+    ELU(alpha=2.0)
+    """
+    settings = (*args[1:], *kwargs.values())
+    if func not in CALLS or any(isinstance(setting, Tensor) for setting in settings):
+        return None
+    try:
+        return CALLS[func](*args[1:], **{key: value for key, value in kwargs.items() if key != "input"})
+    except (TypeError, ValueError):
+        return None
+
+
 def by_name(name: str) -> Activation:
     """The activation called `name`, with torch's default settings.
 
@@ -628,4 +664,10 @@ FUNCTIONS: dict[Callable[..., Any] | str, Callable[..., Activation]] = {
     functional.logsigmoid: _from_settings(nn.LogSigmoid),
     functional.mish: _always(Mish()),
     functional.hardsigmoid: _always(Hardsigmoid()),
+}
+
+# The same by what a watched forward calls: methods in the place of their names.
+CALLS: dict[Callable[..., Any], Callable[..., Activation]] = {
+    getattr(Tensor, function) if isinstance(function, str) else function: factory
+    for function, factory in FUNCTIONS.items()
 }

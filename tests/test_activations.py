@@ -82,11 +82,14 @@ def assert_matches_autograd(module: nn.Module, z: torch.Tensor) -> None:
     torch.testing.assert_close(h, value, rtol=1e-13, atol=1e-14)
     torch.testing.assert_close(first, first_reference, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(activation.first(z, h), first_reference, rtol=1e-12, atol=1e-14)
+    alone = activation.second(z)
     if activation.piecewise_linear:
         assert second is None
+        assert alone is None
         assert not second_reference.any()
     else:
         torch.testing.assert_close(second, second_reference, rtol=1e-11, atol=1e-14)
+        torch.testing.assert_close(alone, second_reference, rtol=1e-11, atol=1e-14)
     assert torch.equal(z, before)
     assert torch.equal(h, held)
 

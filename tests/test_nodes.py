@@ -146,6 +146,35 @@ def test_a_large_node_is_differentiated_in_pieces_with_the_same_numbers(
     torch.testing.assert_close(node.own_terms(gradient), expected, rtol=1e-13, atol=0)
 
 
+SETTINGS = {
+    "softplus": (F.softplus, (2.0, 3.0), {}),
+    "gelu": (F.gelu, (), {"approximate": "tanh"}),
+    "elu": (F.elu, (1.6,), {}),
+    "silu": (F.silu, (), {"inplace": True}),
+    "tanh": (torch.tanh_, (), {}),
+    "sigmoid": (Tensor.sigmoid, (), {}),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_known_function_s_closed_form_has_the_settings_of_its_call(name: str) -> None:
+    function, args, kwargs = SETTINGS[name]
+    u = (3 * torch.randn(8, 5).double()).requires_grad_()
+    node = nodes.NodeFinder(8).before(function, (u, *args), kwargs, [u])
+    assert isinstance(node, ElementwiseNode)
+    assert node.activation is not None
+    gradient = torch.randn(8, 5).double()
+    expected = node._twice_differentiated(u.detach()) * gradient
+    torch.testing.assert_close(node.own_terms(gradient), expected, rtol=1e-11, atol=1e-13)
+
+
+def test_a_function_without_a_closed_form_is_differentiated() -> None:
+    u = torch.randn(8, 5).double().requires_grad_()
+    node = nodes.NodeFinder(8).before(F.softsign, (u,), {}, [u])
+    assert isinstance(node, ElementwiseNode)
+    assert node.activation is None
+
+
 def test_the_terms_of_a_node_take_little_more_memory_than_the_node() -> None:
     u, gradient = torch.randn(2, 16, 128, 1024).unbind()
     node = ElementwiseNode("silu", NodeRows(tuple(u.shape), 16), u, F.silu)

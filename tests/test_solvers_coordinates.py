@@ -19,6 +19,7 @@ from curvlab.solvers.input_coordinates import (
     MeanCoordinates,
     RowCoordinates,
     SampleCoordinates,
+    WoodburyCoordinates,
     split_gradient,
 )
 from tests.solver_cases import assert_close, problem
@@ -74,6 +75,16 @@ def test_the_right_action_of_the_input_factor_is_the_small_matrix(index: int) ->
     assert_close(as_step(image).form(), gradient.form() @ a, 1e-11)
     if side.diagonal is not None:
         assert_close(torch.diag(side.diagonal), side.matrix, 1e-15)
+
+
+@pytest.mark.parametrize("shift", [1e-3, 1.0])
+def test_the_inverse_of_few_rows_is_that_of_the_matrix(shift: float) -> None:
+    h = randn(4, 9)
+    h[3] = 2 * h[1]  # dependent rows
+    gram = GramFactor(h, roots(4))
+    side = WoodburyCoordinates(gram)
+    expected = torch.linalg.inv(gram.to_dense() + shift * torch.eye(9).double())
+    assert_close(side.inverse(shift, check=True)(torch.eye(9).double()), expected, 1e-10)
 
 
 def test_the_norm_off_the_mean_keeps_its_digits_in_float32() -> None:

@@ -9,8 +9,9 @@ import curvlab
 from curvlab.linalg import DenseFactor, GramFactor
 from curvlab.linalg.factors import InputFactors, InputKind
 from curvlab.linalg.steps import RowGradient
-from curvlab.solvers import input_coordinates
-from curvlab.solvers.input_coordinates import Eigen, Inverse, Iteration, Work, choose_coordinates
+from curvlab.solvers import route_costs
+from curvlab.solvers.input_coordinates import choose_coordinates
+from curvlab.solvers.route_costs import Eigen, Inverse, Iteration, Work
 
 WORK: dict[str, Work] = {
     "kfi": Inverse(),
@@ -27,7 +28,10 @@ DECISIONS = [
     ("kfi", 1000, 64, 32, True, "dense"),
     ("kfi", 200, 784, 256, False, "row"),
     ("kfi", 10, 64, 256, False, "row"),
-    ("kfi", 1000, 3072, 1024, False, "dense"),
+    ("kfi", 1000, 3072, 1024, False, "row"),
+    ("kfi", 1000, 1100, 1024, False, "dense"),
+    ("kfi", 48, 64, 64, False, "row"),
+    ("kfi", 50, 64, 64, False, "dense"),
     ("exact", 100, 150528, 1024, True, "sample"),
     ("exact", 10, 16, 10, False, "row"),
     ("exact", 50, 64, 10, False, "dense"),
@@ -73,9 +77,9 @@ def test_the_cost_model_picks_the_documented_route(
 @pytest.mark.parametrize("name", ["SYMMETRIC", "FLOPS_PER_BYTE", "PASSES", "_cholesky", "_eigh", "_qr"])
 def test_the_decisions_see_each_constant(monkeypatch: pytest.MonkeyPatch, name: str, factor: float) -> None:
     """A constant off by two changes a decision, so the table above holds each of them."""
-    given = getattr(input_coordinates, name)
+    given = getattr(route_costs, name)
     other = (lambda *sizes: factor * given(*sizes)) if callable(given) else factor * given
-    monkeypatch.setattr(input_coordinates, name, other)
+    monkeypatch.setattr(route_costs, name, other)
     assert decisions() != [route for *_, route in DECISIONS]
 
 

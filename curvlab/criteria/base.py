@@ -108,12 +108,18 @@ class Criterion(ABC):
         return self.hessian_products(logits, targets, basis).movedim(0, 1)
 
     def hessian_factors(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-        """L⁺ and L⁻, each (columns, m, K), with ∇²ξ = L⁺L⁺ᵀ - L⁻L⁻ᵀ; None where nothing is negative."""
+        """L⁺ and L⁻, each (columns, m, K), with ∇²ξ = L⁺L⁺ᵀ - L⁻L⁻ᵀ; None where nothing is negative.
+
+        An eigenvalue that is rounding counts as zero: its root is half of all digits, at which a draw would
+        depend on the batch that an example is in.
+        """
         values, vectors = eigh(self.hessians(logits, targets))
+        magnitudes = values.abs()
+        rounding = 16 * values.shape[-1] * torch.finfo(values.dtype).eps * magnitudes.amax(-1, keepdim=True)
+        values = torch.where(magnitudes > rounding, values, 0)
         columns = vectors.permute(2, 0, 1)
         plus = columns * values.clamp(min=0).sqrt().T[..., None]
-        rounding = 8 * torch.finfo(values.dtype).eps * values.abs().amax()
-        if self.convex or not bool((values < -rounding).any()):
+        if self.convex or not bool((values < 0).any()):
             return plus, None
         return plus, columns * (-values).clamp(min=0).sqrt().T[..., None]
 

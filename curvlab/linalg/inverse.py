@@ -198,8 +198,8 @@ class GramInverse(ShiftedInverse):
 
     def __call__(self, x: Tensor) -> Tensor:
         root = self.factor.root[:, None]
-        inner = cholesky_multiply(self.lower, root * (self.factor.rows @ x))
-        return (x - self.factor.rows.T @ (root * inner)) / self.shift
+        inner = cholesky_multiply(self.lower, (self.factor.rows @ x).mul_(root))
+        return torch.addmm(x, self.factor.rows.T, inner.mul_(root), alpha=-1).div_(self.shift)
 
     def of_rows(self, right: Tensor) -> Tensor:
         """(F + τI)⁻¹ H'ᵀ right = H'ᵀ (K + τI)⁻¹ right: the push-through identity, at half the work."""

@@ -23,7 +23,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from curvlab.activations import FUNCTIONS, Activation, Identity, LeakyReLU, activation_of, elementwise
+from curvlab.activations import (
+    CALLS,
+    Activation,
+    Identity,
+    LeakyReLU,
+    activation_of,
+    activation_of_call,
+    elementwise,
+)
 from curvlab.exceptions import ProblemError
 from curvlab.measure import device
 from curvlab.staleness import own_hook
@@ -45,10 +53,6 @@ COPIES = frozenset({Tensor.contiguous, Tensor.clone, torch.clone, Tensor.to, Ten
 DROPOUTS = frozenset({F.dropout, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout})
 RESHAPED_OR_COPIED = FLATTENS | COPIES | DROPOUTS
 PRELU = frozenset({F.prelu, torch.prelu, Tensor.prelu})
-ACTIVATIONS: dict[Callable[..., Any], Callable[..., Activation]] = {
-    getattr(Tensor, function) if isinstance(function, str) else function: factory
-    for function, factory in FUNCTIONS.items()
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,7 +173,7 @@ class ChainReader:
         """A copy of what an in-place activation is about to overwrite; None where nothing is."""
         if func is F.linear and len(args) > 1:
             self.last_linear = (args[0], args[1])
-        if func not in ACTIVATIONS or not args or self._chain_of(args[0]) is None:
+        if func not in CALLS or not args or self._chain_of(args[0]) is None:
             return None
         in_place = kwargs.get("inplace", False) or getattr(func, "__name__", "").endswith("_")
         positional = func in (F.relu, F.silu, F.elu, F.leaky_relu) and True in args[1:]
@@ -251,7 +255,7 @@ class ChainReader:
             slope = args[1] if len(args) > 1 else kwargs["weight"]
             fixed = slope.numel() == 1 and not slope.requires_grad and device.readable(slope)
             return LeakyReLU(float(slope)) if fixed else None
-        return _known_activation(func, args, kwargs)
+        return activation_of_call(func, args, kwargs)
 
     def _through_activation(
         self, chain: ReadChain, activation: Activation, before: Tensor
@@ -338,18 +342,6 @@ class ChainReader:
         return chain
 
 
-def _known_activation(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Activation | None:
-    settings = (*args[1:], *kwargs.values())
-    if func not in ACTIVATIONS or any(isinstance(setting, Tensor) for setting in settings):
-        return None
-    try:
-        return ACTIVATIONS[func](*args[1:], **_without(kwargs, "input"))
-    except (TypeError, ValueError):
-        return None
-
-
 def _link(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Link | None:
     """A call as a link; None where it is given other tensors than those of a Linear layer."""
     if func is F.linear:
@@ -360,7 +352,7 @@ def _link(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         return None
     if func in RESHAPED_OR_COPIED:
         return Link(func, args[1:], dict(kwargs))
-    activation = _known_activation(func, args, kwargs)
+    activation = activation_of_call(func, args, kwargs)
     if activation is None:
         return None
     return Link(func, args[1:], dict(kwargs), activates=not isinstance(activation, Identity))

@@ -23,12 +23,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from curvlab.activations import Activation, Elementwise, activation_of_call
 from curvlab.exceptions import ProblemError
 from curvlab.linalg.execution import eigh, in_pieces
 
@@ -219,12 +221,14 @@ class ElementwiseNode(NonlinearNode):
 
     function: Callable[[Tensor], Tensor]
     divisible: bool = True  # whether the function may be given a part of u, along its first dimension
+    activation: Activation | None = None  # its closed form, where there is one
 
     def own_terms(self, gradient: Tensor) -> Tensor:
         """σ''(u) ⊙ ∂ξ/∂h, the diagonal of M, in the shape of u.
 
-        Differentiating twice holds about ten tensors of the size of u: on the CPU it is done in pieces, so
-        that at the widest node of a convolutional network it is not what takes the most memory of a step.
+        Differentiating twice holds about ten tensors of the size of u, a closed form three: on the CPU it is
+        done in pieces, which stay in the cache, so that at the widest node of a convolutional network it is
+        not what takes the most memory of a step.
         """
         self.check_unwritten()
         if not self.divisible or not in_pieces(self.inputs) or self.inputs.numel() <= PIECE:
@@ -236,7 +240,11 @@ class ElementwiseNode(NonlinearNode):
         return found
 
     def _second_derivative(self, u: Tensor) -> Tensor:
-        """σ''(u), by differentiating twice."""
+        """σ''(u), a new tensor: in closed form, or by differentiating twice."""
+        known = None if self.activation is None else self.activation.second(u)
+        return self._twice_differentiated(u) if known is None else known
+
+    def _twice_differentiated(self, u: Tensor) -> Tensor:
         with torch.inference_mode(False), torch.enable_grad():
             at = u.detach().clone().requires_grad_()
             (slope,) = torch.autograd.grad(self.function(at).sum(), at, create_graph=True)
@@ -276,13 +284,13 @@ class NormNode(NonlinearNode):
         positions, _, units = self.rows.counts
         along = (g * y).sum(-1)
         factor = weights[:, None, None] / (positions * units * square)
-        weighed = factor[..., None] * y
-        cross = torch.einsum("ipga,ipgb->gab", g, weighed)
-        own = torch.einsum("ipga,ipgb->gab", y, along[..., None] * weighed)
+        # One product for g yᵀ + y gᵀ - 3 (gᵀy) yyᵀ/d: half of the last goes with each of the first two.
+        half = torch.addcmul(g, y, along[..., None], value=-1.5 / units)
+        cross = torch.einsum("ipga,ipgb->gab", half, factor[..., None] * y)
         identity = torch.eye(units, dtype=y.dtype, device=y.device)
         projection = identity - 1 / units if self.centred else identity
         total = (factor * along).sum((0, 1))
-        return -(cross + cross.mT + total[:, None, None] * projection - (3 / units) * own)
+        return -(cross + cross.mT + total[:, None, None] * projection)
 
 
 @dataclass(frozen=True, eq=False)
@@ -300,6 +308,12 @@ class CurvatureRoot:
     values: Tensor
     vectors: Tensor | None
 
+    @cached_property
+    def _matrix(self) -> Tensor:
+        """N itself, (G, n, n)."""
+        assert self.vectors is not None
+        return (self.vectors * self.values[:, None]) @ self.vectors.mT
+
     @classmethod
     def split(cls, mean: Tensor) -> tuple[CurvatureRoot, CurvatureRoot]:
         """N⁺ and N⁻ of M̄ = N⁺N⁺ᵀ - N⁻N⁻ᵀ; `mean` is (G, n) for a diagonal, (G, n, n) for matrices."""
@@ -312,7 +326,11 @@ class CurvatureRoot:
     @classmethod
     def positive(cls, mean: Tensor, gamma: float) -> CurvatureRoot:
         """N of PosEig_γ(M̄) = N²: the root of both parts, which share no direction, N⁻ scaled by √|γ|."""
-        plus, minus = cls.split(mean)
+        return cls.joined(*cls.split(mean), gamma)
+
+    @classmethod
+    def joined(cls, plus: CurvatureRoot, minus: CurvatureRoot, gamma: float) -> CurvatureRoot:
+        """That of N⁺ and N⁻."""
         return replace(plus, values=plus.values + abs(gamma) ** 0.5 * minus.values)
 
     def scaled(self, factor: float) -> CurvatureRoot:
@@ -331,8 +349,7 @@ class CurvatureRoot:
         """N ε for ε of shape (m, P, G, n)."""
         if self.vectors is None:
             return coordinates * self.values
-        turned = torch.einsum("ipga,gab->ipgb", coordinates, self.vectors)
-        return torch.einsum("ipgb,gab->ipga", turned * self.values, self.vectors)
+        return torch.einsum("ipga,gab->ipgb", coordinates, self._matrix)
 
 
 def overwritten(name: str) -> ProblemError:
@@ -461,8 +478,15 @@ def _elementwise(
     held = u.detach().clone() if overwrites or any(a is True for a in args[1:]) else u.detach()
     tensors = [value for value in (*args[1:], *settings.values()) if isinstance(value, Tensor)]
     divisible = u.ndim > 0 and all(value.ndim < u.ndim or value.shape[0] == 1 for value in tensors)
-    # A copy goes in, so that a function that overwrites its argument may be differentiated, too.
-    return ElementwiseNode(base, rows, held, lambda x: func(x.clone(), *args[1:], **settings), divisible)
+    activation = activation_of_call(func, args, kwargs)
+    if isinstance(activation, Elementwise):
+        activation = None  # no closed form either
+
+    def function(x: Tensor) -> Tensor:
+        # A copy goes in, so that a function that overwrites its argument may be differentiated, too.
+        return func(x.clone(), *args[1:], **settings)
+
+    return ElementwiseNode(base, rows, held, function, divisible, activation)
 
 
 def norm_node(

@@ -114,7 +114,7 @@ class PropagatedCurvature(CurvatureProducts):
     @cached_property
     def _positive_roots(self) -> tuple[CurvatureRoot, ...]:
         assert self.gammas is not None
-        return tuple(CurvatureRoot.positive(mean, self.gammas[0]) for mean in self.means)
+        return tuple(CurvatureRoot.joined(*both, self.gammas[0]) for both in self._roots)
 
     @cached_property
     def present(self) -> tuple[tuple[bool, bool], ...]:

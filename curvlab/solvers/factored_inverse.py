@@ -6,8 +6,9 @@ In coordinates G = X_G Z + G⊥ it is D = X Z + L G⊥ with
 
     X = -(B + √τ/π I)⁻¹ X_G (Ã + π√τ I)⁻¹      L = -(B + √τ/π I)⁻¹ / (π√τ)
 
-so an n_t × n_t and an m × m factorisation are all it takes, whatever n_{t-1}. `damping` has the formula of π,
-and what τ is where the curvature itself has a multiple of the identity.
+so an n_t × n_t and an m × m factorisation are all it takes, whatever n_{t-1}. For a gradient that is not the
+factor's own no basis is made: D = -(B + √τ/π I)⁻¹ (G - GH'ᵀ(K + π√τ I)⁻¹H') / (π√τ). `damping` has the
+formula of π, and what τ is where the curvature itself has a multiple of the identity.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from curvlab.linalg import Matrix
 from curvlab.linalg.factors import InputKind
 from curvlab.linalg.inverse import (
     DenseInverse,
-    DiagonalInverse,
     GramInverse,
     ShiftedInverse,
     shifted_inverse,
@@ -42,13 +42,13 @@ from curvlab.solvers.base import (
 )
 from curvlab.solvers.input_coordinates import (
     InputCoordinates,
-    Inverse,
     WeightGradient,
     choose_coordinates,
     input_factors,
     input_rank,
     output_factor,
 )
+from curvlab.solvers.route_costs import Inverse
 from curvlab.solvers.textbook import TextbookInverse
 
 __all__ = ["KFI", "ShermanMorrisonKFI"]
@@ -60,7 +60,7 @@ class _WeightInverse:
 
     coordinates: InputCoordinates
     left: ShiftedInverse
-    right: DenseInverse | DiagonalInverse
+    right: ShiftedInverse
     gamma: Tensor
 
     def apply(self, gradient: WeightGradient) -> Matrix:
@@ -75,7 +75,7 @@ class _WeightInverse:
             # The gradient's rows are the output factor's own: all of the solve is m × m.
             x = left.of_rows(-self.right.matrix())
         else:
-            x = -self.right(left(given.x).mT).mT
+            x = self.right(left(given.x).mT).mT.neg_()
         return given.assemble(x, lambda y: left(y) / -self.gamma)
 
 

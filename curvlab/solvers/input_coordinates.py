@@ -8,27 +8,19 @@ factored inverse). The solver computes with X alone; the right action of A on X 
     sample        H' = diag(√c) H         n_t × m         K = H'H'ᵀ       0
     eigen         Λ^-½ Vᵀ H', K = VΛVᵀ    n_t × m         Λ               where Λ is rounding
     row           Qᵀ from QR of H'ᵀ       n_t × m         R Rᵀ            G - (GQ)Qᵀ
+    Woodbury      I                       n_t × n_{t-1}   A, as H'        0
     dense         I                       n_t × n_{t-1}   A               0
     diagonal      I                       n_t × n_{t-1}   diag(a)         0
     mean          qᵀ = E[h]ᵀ/‖E[h]‖       n_t × 1         ‖E[h]‖²         G - (Gq)qᵀ
 
 All but the first are orthonormal: inner products are those of X, and nothing cancels in them. The first
-is for solvers that take none; the second keeps the same route, `sample`, for those that do. The last is for
+is for solvers that take none; the second keeps the same route, `sample`, for those that do. The route `row`
+goes by `Woodbury` where all that a solver needs is (A + τI)⁻¹ = (I - H'ᵀ(K + τI)⁻¹H')/τ. The last is for
 the mean input factor E[h]E[h]ᵀ; it takes a gradient in factors, where G⊥ stays in the sample space too, or a
 formed one. In a stack of equal systems (`linalg.stacks`) dense and mean coordinates have a leading dimension.
 Of a formed gradient G = (GQ) Qᵀ + G⊥ an iteration needs GQ and ‖G⊥‖, in all digits; G⊥ is never held whole.
 
-Which to take, a stated cost model says, or what the user forces. Costs are floating-point operations at the
-speed of a matrix product. Memory traffic counts `FLOPS_PER_BYTE` operations per byte (about what one core
-does while it waits for a byte), and a factorisation of order k what it takes at that speed (`_cholesky`,
-`_eigh`, `_qr`). For m rows, n = n_{t-1} inputs and o = n_t outputs:
-
-    sample   K            m²n + solve(m)                  and the update  2 o m n
-    row      QR, G, D     qr(m, n) + 10 o m n + solve(m)      + traffic of G and D
-    dense    E[hhᵀ], G    m n² + 2 o m n + solve(n)           + traffic of G and D
-
-where solve(k) is the work on coordinates of k columns (see `Work`). The mean input factor has nothing of
-n × n: it chooses between the sample space (to iterate: ‖G⊥‖ by the Gram matrix, m²n) and forming G.
+Which to take, a stated cost model says (`route_costs`), or what the user forces.
 """
 
 from __future__ import annotations
@@ -37,7 +29,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -53,33 +45,35 @@ from curvlab.linalg.factors import (
     nonzero_or_one,
     squares_in_range,
 )
-from curvlab.linalg.inverse import DenseInverse, DiagonalInverse, cholesky_shifted, diagonal_inverse
+from curvlab.linalg.inverse import (
+    DenseInverse,
+    DiagonalInverse,
+    GramInverse,
+    ShiftedInverse,
+    cholesky_shifted,
+    diagonal_inverse,
+)
 from curvlab.linalg.steps import RowGradient
 from curvlab.measure import device
+from curvlab.solvers.route_costs import Inverse, Iteration, Route, Work, costs, mean_costs
 
 __all__ = [
     "DenseCoordinates",
     "DiagonalCoordinates",
-    "Eigen",
     "EigenCoordinates",
     "GradientCoordinates",
     "InputCoordinates",
-    "Inverse",
-    "Iteration",
     "Left",
     "MeanCoordinates",
-    "Route",
     "RowCoordinates",
     "SampleCoordinates",
     "Scalar",
     "WeightGradient",
-    "Work",
+    "WoodburyCoordinates",
     "choose_coordinates",
-    "costs",
     "form_gradient",
     "input_factors",
     "input_rank",
-    "mean_costs",
     "output_factor",
     "require_own_gradient",
     "split_gradient",
@@ -148,7 +142,7 @@ class InputCoordinates(ABC):
     def remember(self, key: Hashable, make: Callable[[], T]) -> T:
         """A factorisation kept for all solvers that ask for the same one."""
 
-    def inverse(self, shift: Tensor | float, check: bool) -> DenseInverse | DiagonalInverse:
+    def inverse(self, shift: Tensor | float, check: bool) -> ShiftedInverse:
         """(A + τI)⁻¹ in these coordinates."""
         return DenseInverse(cholesky_shifted(self.matrix, shift, check))
 
@@ -292,6 +286,19 @@ class DenseCoordinates(InputCoordinates):
 
     def remember(self, key: Hashable, make: Callable[[], T]) -> T:
         return self.factor.remember(key, make)
+
+
+class WoodburyCoordinates(DenseCoordinates):
+    """D = X, for an input factor of few rows whose damped inverse is all that is asked for."""
+
+    route = "row"
+    factor: GramFactor
+
+    def __init__(self, factor: GramFactor) -> None:
+        super().__init__(factor)
+
+    def inverse(self, shift: Tensor | float, check: bool) -> GramInverse:
+        return GramInverse(self.factor, cholesky_shifted(self.factor.gram, shift, check), shift)
 
 
 class DiagonalCoordinates(DenseCoordinates):
@@ -514,104 +521,6 @@ def _no_factors(layer: LayerCurvature) -> str:
     return f"layer `{layer.name}` has no Kronecker factors to solve by: use `cg`, which needs products only"
 
 
-Route = Literal["auto", "sample", "row", "dense"]
-FLOPS_PER_BYTE = 6.0
-SYMMETRIC = 0.65  # share of a full product that a symmetric one costs
-PASSES = 30.0  # operations per byte of a vector that the vector operations of an iteration take
-
-
-def _cholesky(k: int) -> float:
-    return k**3 / 3 + 200.0 * k * k
-
-
-def _eigh(k: int) -> float:
-    return 9.0 * k**3 + 3000.0 * k * k
-
-
-def _qr(k: int, n: int) -> float:
-    return 5.0 * k * k * n + 4000.0 * k * k
-
-
-class Work(ABC):
-    """What a solver does in coordinates of k columns."""
-
-    @abstractmethod
-    def solve(self, k: int, o: int, diagonal: bool = False) -> float:
-        """Operations; `diagonal` where an iteration may take the eigenvectors of the k × k matrix."""
-
-    def outside(self, n: int, o: int) -> float:
-        """Operations on what lies outside of the coordinates."""
-        return 0.0
-
-
-@dataclass(frozen=True)
-class Inverse(Work):
-    """The factored inverse: a Cholesky factorisation, its inverse or its solves, and products with B⁻¹."""
-
-    def solve(self, k: int, o: int, diagonal: bool = False) -> float:
-        inverse = 2.0 * k * k * o if o < k else 2.0 * k * k * o + 1.3 * k**3 + 300.0 * k * k
-        return _cholesky(k) + inverse + 2.0 * o * o * k
-
-    def outside(self, n: int, o: int) -> float:
-        return 2.0 * o * o * n
-
-
-@dataclass(frozen=True)
-class Eigen(Work):
-    """The exact solution: eigenvectors, and products with them and with those of B."""
-
-    def solve(self, k: int, o: int, diagonal: bool = False) -> float:
-        return _eigh(k) + 4.0 * k * k * o + 4.0 * o * o * k
-
-
-@dataclass(frozen=True)
-class Iteration(Work):
-    """CG: products with B and, unless its eigenvectors are the basis, with the k × k matrix."""
-
-    count: int
-    element_size: int = 4
-
-    def solve(self, k: int, o: int, diagonal: bool = False) -> float:
-        once = _eigh(k) + 4.0 * k * k * o if diagonal else 0.0
-        product = 2.0 * o * o * k + (0.0 if diagonal else 2.0 * o * k * k)
-        return once + self.count * (product + PASSES * self.element_size * o * k)
-
-
-def costs(m: int, n: int, o: int, work: Work, element_size: int) -> dict[str, float]:
-    """Operations of each route with the full input factor.
-
-    >>> c = costs(m=100, n=150528, o=1024, work=Inverse(), element_size=4)
-    >>> min(c, key=c.get)
-    'sample'
-    """
-    traffic = FLOPS_PER_BYTE * element_size * o * n
-    update = 2.0 * o * m * n
-    return {
-        "sample": 2 * SYMMETRIC * m * m * n + update + work.solve(m, o, diagonal=True),
-        "row": _qr(m, n) + 5 * update + 6 * traffic + work.solve(m, o) + work.outside(n, o),
-        "dense": 2 * SYMMETRIC * m * n * n + update + 4 * traffic + work.solve(n, o),
-    }
-
-
-def mean_costs(m: int, n: int, o: int, element_size: int, iterative: bool) -> dict[str, float]:
-    """Operations of each route with the mean input factor.
-
-    An iteration needs ‖G⊥‖ and multiplies G⊥ by a number; the factored inverse needs no norm and
-    multiplies G⊥, in coefficients or formed, by an o × o matrix.
-
-    >>> c = mean_costs(m=1000, n=3072, o=16, element_size=4, iterative=True)
-    >>> min(c, key=c.get)
-    'dense'
-    """
-    traffic = FLOPS_PER_BYTE * element_size * o * n
-    update = 2.0 * o * m * n
-    if iterative:
-        grams = 2 * SYMMETRIC * m * m * (n + o)
-        return {"sample": grams + update, "dense": update + 4 * traffic}
-    left = 2.0 * o * o
-    return {"sample": left * m + update, "dense": left * n + update + 6 * traffic}
-
-
 def choose_coordinates(
     layer: LayerCurvature,
     gradient: WeightGradient,
@@ -639,7 +548,7 @@ def choose_coordinates(
     if chosen == "dense" or not isinstance(inputs.full, GramFactor):
         return DenseCoordinates(inputs.full)
     if chosen == "row":
-        return RowCoordinates(inputs.full)
+        return WoodburyCoordinates(inputs.full) if isinstance(work, Inverse) else RowCoordinates(inputs.full)
     return EigenCoordinates(inputs.full) if iterative else SampleCoordinates(inputs.full)
 
 
