@@ -157,7 +157,7 @@ def test_baselines_that_cannot_be_told_apart_are_named_together() -> None:
     # fine has the better steps, and quick has trained to a lower loss, beyond the noise.
     assert found.headline == (
         "Train with sgd or adam: they reached lower losses than every pair. There is no difference beyond "
-        "the noise between them. Of the pairs quick + s trained to the lowest loss."
+        "the noise between them. Of the pairs, quick + s trained to the lowest loss."
     )
     assert found.best == ("quick", "s")
     level = recommend(
@@ -176,7 +176,9 @@ def test_where_no_pair_beats_the_gradient_step_that_of_the_lowest_loss_is_named_
     evidence = Evidence({("quick", "s"): lost, ("fine", "s"): lost}, draws=3)
     race = {"sgd": LONG, "quick + s": [3.0, 0.9, 0.7], "fine + s": [3.0, 0.9, 0.6]}
     found = recommend(PAIRS, None, frame_of(race), evidence=evidence)
-    assert found.headline.endswith("Of the pairs fine + s trained to the lowest loss.")
+    both = recommend(PAIRS, None, frame_of(race | {"quick + s": [3.0, 0.9, 0.6]}), evidence=evidence)
+    assert both.headline.endswith("Of the pairs, none has won.")
+    assert found.headline.endswith("Of the pairs, fine + s trained to the lowest loss.")
     assert found.best == ("fine", "s")
 
 

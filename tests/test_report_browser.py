@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +225,15 @@ def test_the_page_does_not_scroll_sideways(browser: Browser, page: Path, width: 
     assert browser.evaluate("window.innerWidth") == width
     assert browser.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
     assert browser.evaluate("window.scrollTo(500, 0); window.scrollX") == 0
+
+
+def test_a_pair_with_a_long_name_wraps_on_a_phone(browser: Browser, tmp_path: Path) -> None:
+    named = {"pch-1": "gauss-newton[kind=rows,positions=4,samples=1]"}
+    found = comparison()
+    frames = {name: getattr(found, name).replace(named) for name in ("cells", "errors")}
+    browser.show(write_report(replace(found, convergence=pd.DataFrame(), **frames), tmp_path), 390)
+    assert browser.evaluate("document.querySelectorAll('.answer .pair').length") > 0
+    assert browser.evaluate("document.documentElement.scrollWidth") == 390
 
 
 def test_every_figure_is_there_and_has_a_size(browser: Browser, page: Path) -> None:

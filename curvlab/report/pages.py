@@ -57,9 +57,6 @@ def write_pages(content: Content, folder: str | Path, name: str = "report") -> P
     return page
 
 
-LONGEST_UNBROKEN = 34  # a longer name may break, or it would leave a phone's screen
-
-
 def html_fragment(content: Content) -> str:
     """The page in a frame of its own, for a notebook: its styles and its script are not the notebook's."""
     page = escape(html_page(content))
@@ -107,7 +104,7 @@ def mark_up(text: str, names: Sequence[str] = ()) -> Markup:
     >>> str(mark_up("a-b + c: 2 ms", ["a-b + c"]))
     '<span class="pair">a-b + c</span>: 2\xa0ms'
     """
-    whole = sorted((name for name in names if len(name) <= LONGEST_UNBROKEN), key=len, reverse=True)
+    whole = sorted(names, key=len, reverse=True)
     pattern = "|".join(["`[^`]+`", *(rf"(?<![\w-]){re.escape(name)}(?![\w\[-])" for name in whole)])
     result, end = Markup(), 0
     for match in re.finditer(pattern, text):

@@ -255,8 +255,9 @@ def _baseline_headline(
         return f"{text} Of the pairs: {best.name}, by {_basis(best, measure)}.", _key(best)
     if not ahead:
         return text, None
-    trained = join_names([run.optimizer for run in ahead], "or")
-    return f"{text} Of the pairs {trained} trained to the lowest loss.", keys[0]
+    if ahead[1:]:
+        return f"{text} Of the pairs, none has won.", keys[0]
+    return f"{text} Of the pairs, {ahead[0].optimizer} trained to the lowest loss.", keys[0]
 
 
 def _trained(

@@ -233,9 +233,7 @@ def _race_words(found: Sequence[Run]) -> list[str]:
         words.append(_standing(spent, timed, found, "loss_in_budget"))
     if late := lost_in_time(found):
         told = join_names([run.optimizer for run in late])
-        words.append(
-            sentence(f"from one seed or more {told} diverged after these epochs and before that time")
-        )
+        words.append(f"From one seed or more {told} diverged after these epochs and before that time.")
     return words
 
 
