@@ -111,8 +111,8 @@ class Criterion(ABC):
         """L⁺ and L⁻, each (columns, m, K), with ∇²ξ = L⁺L⁺ᵀ - L⁻L⁻ᵀ; None where nothing is negative.
 
         An eigenvalue that is rounding counts as zero: its root is half of all digits, at which a draw would
-        depend on the batch that an example is in. For the same reason L⁺ and L⁻ are the symmetric roots of the
-        positive and the negative part: they do not turn with the eigenvectors of eigenvalues that nearly coincide.
+        depend on the batch that an example is in. For the same reason L⁺ and L⁻ are the symmetric roots of
+        the two parts, which do not turn with the eigenvectors of eigenvalues that nearly coincide.
         """
         values, vectors = eigh(self.hessians(logits, targets))
         magnitudes = values.abs()
