@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 from curvlab.cli import main
 from curvlab.report import recommend, write_report
+from curvlab.report.controls import Against, Beside, Evidence
 from curvlab.report.training import bands, leaders, race_ends, runs, training_words
 from curvlab.studies.compare import run as run_module
 from curvlab.studies.compare.race import race_rows, race_tasks
@@ -121,6 +122,70 @@ def test_a_seed_that_diverged_keeps_an_optimizer_from_winning_and_is_told() -> N
     assert "sgd (2 of 3 seeds) failed or diverged" in " ".join(training_words(found))
     ends = race_ends(frame).set_index("optimizer")
     assert ends["status"].to_dict() == {"fisher + kfi": "ok", "sgd": "2 of 3 failed"}
+
+
+PAIRS = pd.DataFrame(
+    {"provider": ["quick", "fine"], "solver": "s", "status": "ok", "message": "", "newton_reason": ""}
+    | {"total_seconds": [1.0, 1.1], "total_iqr": 0.01, "error_relative": [0.3, 0.1], "distance": math.nan}
+)
+
+
+def frame_of(losses: dict[str, list[float]], statuses: dict[str, str] | None = None) -> pd.DataFrame:
+    """Five seeds of each, which differ by a hundredth, in the order of the mapping."""
+    statuses = statuses or {}
+    config = CONFIG | {"providers": ["quick", "fine"], "solvers": ["s"], "baselines": ["sgd", "adam"]}
+    rows = [
+        run_row(
+            name,
+            seed,
+            1.0 if name in config["baselines"] else 3.0,
+            [loss * (1 + 0.01 * ((seed + len(name)) % 3)) for loss in curve],
+            statuses.get(name, "ok") if seed == 3 else "ok",
+        )
+        for name, curve in losses.items()
+        for seed in range(5)
+    ]
+    return pd.DataFrame(race_rows(rows, [], config | {"train_seeds": 5}).convergence)
+
+
+LONG = [3.0, 1.0, 0.5, 0.3, 0.2, 0.1, 0.1]
+
+
+def test_baselines_that_cannot_be_told_apart_are_named_together() -> None:
+    race = {"sgd": LONG, "adam": LONG, "quick + s": [3.0, 0.9, 0.6], "fine + s": [3.0, 0.9, 0.7]}
+    found = recommend(PAIRS, None, frame_of(race))
+    # fine has the better steps, and quick has trained to a lower loss, beyond the noise.
+    assert found.headline == (
+        "Train with sgd or adam: they reached lower losses than every pair. There is no difference beyond "
+        "the noise between them. Of the pairs quick + s trained to the lowest loss."
+    )
+    assert found.best == ("quick", "s")
+    level = recommend(
+        PAIRS, None, frame_of(race | {"adam": [4 * x for x in LONG], "fine + s": [3.0, 0.9, 0.6]})
+    )
+    assert level.headline.startswith(
+        "Train with sgd: it reached a lower loss than every pair. Of the pairs: fine + s, "
+    )
+    assert level.best == ("fine", "s")
+
+
+def test_where_no_pair_beats_the_gradient_step_that_of_the_lowest_loss_is_named_and_not_the_cheapest() -> (
+    None
+):
+    lost = Against(Beside(), Beside(0.1, 0.2, 0.0, False), Beside(), 3)
+    evidence = Evidence({("quick", "s"): lost, ("fine", "s"): lost}, draws=3)
+    race = {"sgd": LONG, "quick + s": [3.0, 0.9, 0.7], "fine + s": [3.0, 0.9, 0.6]}
+    found = recommend(PAIRS, None, frame_of(race), evidence=evidence)
+    assert found.headline.endswith("Of the pairs fine + s trained to the lowest loss.")
+    assert found.best == ("fine", "s")
+
+
+def test_a_run_that_diverges_after_the_epochs_and_before_the_time_is_over_is_told() -> None:
+    race = {"sgd": LONG[:4], "adam": LONG, "quick + s": [3.0, 0.9, 0.7]}
+    found = recommend(PAIRS, None, frame_of(race, {"sgd": "diverged"}))
+    assert "- Failed or diverged in training: sgd (before the time was over)." in found.brief
+    assert "From one seed or more sgd diverged after these epochs and before that time." in found.text
+    assert "before the time was over" not in recommend(PAIRS, None, frame_of(race)).brief
 
 
 def test_bands_end_where_the_first_seed_ends() -> None:

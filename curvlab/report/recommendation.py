@@ -37,7 +37,7 @@ from curvlab.report.pareto import (
     measure_of,
     zero_step_pairs,
 )
-from curvlab.report.training import Run, leaders, runs, training_words
+from curvlab.report.training import Run, leaders, lost_in_time, runs, training_words
 from curvlab.studies.compare.costs import ROUNDS
 
 __all__ = [
@@ -176,7 +176,7 @@ def _gradient(
     rules = evidence.damping is not None and evidence.damping.rules
     because = "the damping rules, and " if rules else ""
     headline = f"None of them: use the gradient. {because}no pair beats the scaled gradient beyond the noise."
-    trained = _trained(min(pairs, key=lambda pair: pair.cost), found, measure)
+    trained = _trained(min(pairs, key=lambda pair: pair.cost), found, measure, beaten=True)
     paragraphs = [
         *training_words(found),
         *damping_words(evidence.damping),
@@ -232,21 +232,47 @@ def _headline(
     return f"Use {best.name}, by {basis}."
 
 
-def _trained(best: Candidate, found: Sequence[Run], measure: Measure) -> tuple[str, Pair] | None:
-    """Headline and pair where training decides: the lowest loss, unless `best` is too close to it to call."""
+def _baseline_headline(
+    best: Candidate | None, close: Sequence[Run], found: Sequence[Run], measure: Measure
+) -> tuple[str, Pair | None]:
+    """The baselines that no pair comes near, together where none of them has won, and the best of the pairs.
+
+    That is the pair with the best steps, unless training tells it from the pair that trained best; without
+    `best`, where no pair beats the gradient step, the latter.
+    """
+    names = join_names([run.optimizer for run in close], "or")
+    if any(run.provider and run.finished for run in found):
+        they, losses = ("they", "lower losses") if close[1:] else ("it", "a lower loss")
+        because = f"{they} reached {losses} than every pair"
+    else:
+        because = "no pair came to the end of its training"
+    text = f"Train with {names}: {because}."
+    if close[1:]:
+        text += " There is no difference beyond the noise between them."
+    ahead = leaders([run for run in found if run.provider])
+    keys = [(run.provider, run.solver) for run in ahead]
+    if best is not None and (not ahead or _key(best) in keys):
+        return f"{text} Of the pairs: {best.name}, by {_basis(best, measure)}.", _key(best)
+    if not ahead:
+        return text, None
+    trained = join_names([run.optimizer for run in ahead], "or")
+    return f"{text} Of the pairs {trained} trained to the lowest loss.", keys[0]
+
+
+def _trained(
+    best: Candidate, found: Sequence[Run], measure: Measure, *, beaten: bool = False
+) -> tuple[str, Pair | None] | None:
+    """Headline and pair where training decides: the lowest loss, unless `best` is too close to it to call.
+
+    `beaten` is where no pair beats the gradient step, so that `best` is only the cheapest.
+    """
     close = leaders(found)
     if not close:
         return None
     second_order = [run for run in close if run.provider]
     basis = _basis(best, measure)
     if not second_order:
-        won = any(run.provider and run.finished for run in found)
-        because = (
-            "it reached a lower loss than every pair" if won else "no pair came to the end of its training"
-        )
-        return f"Train with {close[0].optimizer}: {because}. Of the pairs: {best.name}, by {basis}.", _key(
-            best
-        )
+        return _baseline_headline(None if beaten else best, close, found, measure)
     chosen = next((run for run in second_order if (run.provider, run.solver) == _key(best)), second_order[0])
     pair = (chosen.provider, chosen.solver)
     text = f"Use {chosen.provider} + {chosen.solver}"
@@ -566,6 +592,7 @@ def short_cautions(
     if any(run.settings and not run.tuned for run in found):
         words.append("The training runs were not tuned; other settings may change their order.")
     lost = [run.optimizer for run in found if not run.finished]
+    lost += [f"{run.optimizer} (before the time was over)" for run in lost_in_time(found)]
     if lost:
         words.append(f"Failed or diverged in training: {join_names(lost)}.")
     spread = cells.loc[cells["status"] == "ok", "total_iqr"]

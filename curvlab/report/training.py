@@ -20,7 +20,17 @@ from curvlab.report.numbers import count_words, digits, join_names, second_words
 from curvlab.studies.compare.decisions import decide
 from curvlab.studies.train.plan import RATES, rate_words
 
-__all__ = ["CLOSE", "Run", "bands", "leaders", "race_ends", "runs", "settings_words", "training_words"]
+__all__ = [
+    "CLOSE",
+    "Run",
+    "bands",
+    "leaders",
+    "lost_in_time",
+    "race_ends",
+    "runs",
+    "settings_words",
+    "training_words",
+]
 
 CLOSE = 0.05
 CONFIDENCE = 0.95
@@ -99,6 +109,16 @@ def leaders(found: Sequence[Run], column: str = "") -> list[Run]:
     finite.sort(key=lambda run: float(getattr(run, column)))
     lowest = getattr(finite[0], column)
     return [run for run in finite if getattr(run, column) <= lowest + CLOSE * abs(lowest)]
+
+
+def lost_in_time(found: Sequence[Run]) -> list[Run]:
+    """The runs that made the epochs from every seed, and diverged from one before equal time was over."""
+    timed = any(math.isfinite(run.loss_in_budget) for run in found)
+    return [
+        run
+        for run in found
+        if timed and run.finished and run.losses_in_budget and math.isnan(run.loss_in_budget)
+    ]
 
 
 _BY_SEED = {"loss": "losses", "loss_in_budget": "losses_in_budget"}
@@ -211,6 +231,11 @@ def _race_words(found: Sequence[Run]) -> list[str]:
     if timed:
         spent = f"After {second_words(timed[0].budget)} of the processor each"
         words.append(_standing(spent, timed, found, "loss_in_budget"))
+    if late := lost_in_time(found):
+        told = join_names([run.optimizer for run in late])
+        words.append(
+            sentence(f"from one seed or more {told} diverged after these epochs and before that time")
+        )
     return words
 
 
