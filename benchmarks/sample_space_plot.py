@@ -5,7 +5,7 @@
 For the first layer of the paper's networks, n_{t-1} inputs and 1024 outputs, the cost of one solve and its
 update is counted on tensors without values, so that any width fits in memory: floating-point operations
 of the linear algebra, and the bytes that every operation reads and writes, in the unit of the solvers' cost
-model (`curvlab.solvers.route_costs`). One panel each for the width, the batch and the iterations; the
+model (`curvlab.solvers.input_coordinates`). One panel each for the width, the batch and the iterations; the
 others stay at n_{t-1} = 3072, m = 100, 20 iterations.
 """
 
@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 import curvlab
 from curvlab.measure.operations import count
-from curvlab.solvers.route_costs import FLOPS_PER_BYTE
+from curvlab.solvers.input_coordinates import FLOPS_PER_BYTE
 
 OUTPUTS = 1024
 SWEEPS = {

@@ -57,7 +57,7 @@ def no_accelerator(monkeypatch):
 def test_every_suite_measures_something_and_names_its_parameters(suite):
     assert measured(suite)
     assert len(suite.param_names) == len(suite.params)
-    known = {field.name for field in fields(workload.Case)} | {"provider", "solver"}
+    known = {field.name for field in fields(workload.Case)} | {"provider", "solver", "optimizer"}
     assert set(suite.param_names) <= known
 
 

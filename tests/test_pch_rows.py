@@ -475,8 +475,8 @@ def test_results_are_labelled_with_what_auto_means_off_the_chain() -> None:
     )
     asked = ["pch-1", "pch-2[samples=2]", "gauss-newton", "pch[kind=exact]", "fisher"]
     expected = [
-        "pch-1[kind=rows,poseig=last]",
-        "pch-2[samples=2,kind=rows,poseig=last]",
+        "pch[kind=rows,poseig=last]",
+        "pch-2[kind=rows,poseig=last,samples=2]",
         "gauss-newton[kind=rows]",
         "pch[kind=exact,poseig=node]",
         "fisher",

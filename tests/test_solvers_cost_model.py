@@ -9,9 +9,8 @@ import curvlab
 from curvlab.linalg import DenseFactor, GramFactor
 from curvlab.linalg.factors import InputFactors, InputKind
 from curvlab.linalg.steps import RowGradient
-from curvlab.solvers import route_costs
-from curvlab.solvers.input_coordinates import choose_coordinates
-from curvlab.solvers.route_costs import Eigen, Inverse, Iteration, Work
+from curvlab.solvers import input_coordinates
+from curvlab.solvers.input_coordinates import Eigen, Inverse, Iteration, Work, choose_coordinates
 
 WORK: dict[str, Work] = {
     "kfi": Inverse(),
@@ -77,9 +76,9 @@ def test_the_cost_model_picks_the_documented_route(
 @pytest.mark.parametrize("name", ["SYMMETRIC", "FLOPS_PER_BYTE", "PASSES", "_cholesky", "_eigh", "_qr"])
 def test_the_decisions_see_each_constant(monkeypatch: pytest.MonkeyPatch, name: str, factor: float) -> None:
     """A constant off by two changes a decision, so the table above holds each of them."""
-    given = getattr(route_costs, name)
+    given = getattr(input_coordinates, name)
     other = (lambda *sizes: factor * given(*sizes)) if callable(given) else factor * given
-    monkeypatch.setattr(route_costs, name, other)
+    monkeypatch.setattr(input_coordinates, name, other)
     assert decisions() != [route for *_, route in DECISIONS]
 
 

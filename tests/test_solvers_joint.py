@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,16 +27,16 @@ class OneByOne(EACG):
 
 
 def iterations_run(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A list that grows by one entry for each run of CG: its iterations."""
+    """A list that grows by one entry for each iteration of CG that is run: how many steps it took."""
     runs: list[int] = []
-    original = cg.conjugate_gradients
+    original = cg.iterate_together
 
-    def counted(*args: Any, **kwargs: Any) -> cg.CGResult:
-        result = original(*args, **kwargs)
-        runs.append(len(result.residuals) - 1)
-        return result
+    def counted(iterations: Sequence[cg.Iterating]) -> list[cg.CGResult]:
+        results = original(iterations)
+        runs.extend(len(result.residuals) - 1 for result in results)
+        return results
 
-    monkeypatch.setattr(conjugate_gradients, "conjugate_gradients", counted)
+    monkeypatch.setattr(conjugate_gradients, "iterate_together", counted)
     return runs
 
 

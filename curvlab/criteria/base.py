@@ -111,17 +111,17 @@ class Criterion(ABC):
         """L⁺ and L⁻, each (columns, m, K), with ∇²ξ = L⁺L⁺ᵀ - L⁻L⁻ᵀ; None where nothing is negative.
 
         An eigenvalue that is rounding counts as zero: its root is half of all digits, at which a draw would
-        depend on the batch that an example is in.
+        depend on the batch that an example is in. For the same reason L⁺ and L⁻ are the symmetric roots of
+        the two parts, which do not turn with the eigenvectors of eigenvalues that nearly coincide.
         """
         values, vectors = eigh(self.hessians(logits, targets))
         magnitudes = values.abs()
         rounding = 16 * values.shape[-1] * torch.finfo(values.dtype).eps * magnitudes.amax(-1, keepdim=True)
         values = torch.where(magnitudes > rounding, values, 0)
-        columns = vectors.permute(2, 0, 1)
-        plus = columns * values.clamp(min=0).sqrt().T[..., None]
+        plus = _symmetric_root(values.clamp(min=0), vectors)
         if self.convex or not bool((values < 0).any()):
             return plus, None
-        return plus, columns * (-values).clamp(min=0).sqrt().T[..., None]
+        return plus, _symmetric_root((-values).clamp(min=0), vectors)
 
     def draw_hessian(
         self, logits: Tensor, targets: Tensor, signs: Tensor, negative_signs: Tensor
@@ -148,6 +148,11 @@ class Criterion(ABC):
             f"criterion `{self.name}` has no distribution of labels, so Fisher kinds `mc` and `exact` do not "
             "exist for it; use `fisher[kind=empirical]`, or a FunctionCriterion with a `sampler` for `mc`"
         )
+
+
+def _symmetric_root(values: Tensor, vectors: Tensor) -> Tensor:
+    """The columns of U √Λ Uᵀ, (columns, m, K)."""
+    return torch.einsum("mir,mr,mjr->jmi", vectors, values.sqrt(), vectors)
 
 
 def as_weights(value: Tensor | Iterable[float] | float | None, argument: str) -> tuple[float, ...] | None:

@@ -309,10 +309,9 @@ class CurvatureRoot:
     vectors: Tensor | None
 
     @cached_property
-    def _matrix(self) -> Tensor:
-        """N itself, (G, n, n)."""
-        assert self.vectors is not None
-        return (self.vectors * self.values[:, None]) @ self.vectors.mT
+    def _matrix(self) -> Tensor | None:
+        """N itself, (G, n, n); None where it is diagonal."""
+        return None if self.vectors is None else (self.vectors * self.values[:, None]) @ self.vectors.mT
 
     @classmethod
     def split(cls, mean: Tensor) -> tuple[CurvatureRoot, CurvatureRoot]:
@@ -347,7 +346,7 @@ class CurvatureRoot:
 
     def times(self, coordinates: Tensor) -> Tensor:
         """N ε for ε of shape (m, P, G, n)."""
-        if self.vectors is None:
+        if self._matrix is None:
             return coordinates * self.values
         return torch.einsum("ipga,gab->ipgb", coordinates, self._matrix)
 

@@ -56,12 +56,12 @@ from curvlab.linalg.factors import InputFactors, InputKind, binary_scale
 from curvlab.linalg.steps import RowGradient, as_step
 from curvlab.measure import device
 from curvlab.solvers.input_coordinates import (
+    Route,
     WeightGradient,
     form_gradient,
     input_factors,
     output_factor,
 )
-from curvlab.solvers.route_costs import Route
 from curvlab.specs import INTERFACE, check_choices, check_number
 from curvlab.staleness import Versions
 

@@ -65,6 +65,7 @@ from curvlab.solvers.base import (
 from curvlab.solvers.input_coordinates import (
     GradientCoordinates,
     InputCoordinates,
+    Iteration,
     Scalar,
     WeightGradient,
     choose_coordinates,
@@ -72,7 +73,6 @@ from curvlab.solvers.input_coordinates import (
     input_rank,
     output_factor,
 )
-from curvlab.solvers.route_costs import Iteration
 from curvlab.solvers.structure_systems import BlockCG, check_start
 from curvlab.solvers.textbook import bias_operator, weight_operator
 

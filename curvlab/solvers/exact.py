@@ -25,13 +25,13 @@ from curvlab.linalg.factors import InputKind
 from curvlab.linalg.inverse import NotFiniteError, require_positive
 from curvlab.solvers.base import DampedSystem, Damping, Guidance, LayerDirection, LayerGradient, Solver
 from curvlab.solvers.input_coordinates import (
+    Eigen,
     InputCoordinates,
     Scalar,
     choose_coordinates,
     input_rank,
     output_factor,
 )
-from curvlab.solvers.route_costs import Eigen
 from curvlab.solvers.structure_systems import EigenExact, ExampleExact
 
 __all__ = ["Exact"]

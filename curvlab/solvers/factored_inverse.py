@@ -42,13 +42,13 @@ from curvlab.solvers.base import (
 )
 from curvlab.solvers.input_coordinates import (
     InputCoordinates,
+    Inverse,
     WeightGradient,
     choose_coordinates,
     input_factors,
     input_rank,
     output_factor,
 )
-from curvlab.solvers.route_costs import Inverse
 from curvlab.solvers.textbook import TextbookInverse
 
 __all__ = ["KFI", "ShermanMorrisonKFI"]
