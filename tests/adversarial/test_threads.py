@@ -157,6 +157,9 @@ def operations() -> dict[str, Callable[[], Any]]:
         "estimated trace": lambda: hessian.trace(estimator="hutch++", probes=8),
         "estimated diagonal": lambda: hessian.diagonal(estimator="hutchinson", probes=4),
         "from an operator": lambda: curvlab.curvature_from(fisher.to_scipy(), like=model) @ slope,
+        "batches that are kept": lambda: curvlab.Problem(
+            model, "cross-entropy", curvlab.keep_batches([batch(0), batch(1)])
+        ).gradient(),
         "bounds": lambda: curvlab.bounds(problem),
         "errors": lambda: curvlab.errors(problem, providers=["fisher"]),
         "landscape": lambda: curvlab.landscape(problem, [dict(slope)], points=3),
